@@ -1,0 +1,454 @@
+"""Tensor parallelism: the matrices of a GPT cut over the ranks of a group, every rank computing on its slice.
+
+After Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053). Rank r owns the r-th contiguous slice.
+Notation: b batch, s sequence length, h width, a heads, d head size, v vocabulary, n ranks, N tokens.
+"""
+
+import copy
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from nanogpt.model import GPT, MLP, CausalSelfAttention, Dropout
+
+
+def shard_size(size: int, group: ProcessGroup, what: str) -> int:
+    """One rank's share of `size`, or a ValueError that says what does not divide by how many ranks."""
+    if size % group.size():
+        raise ValueError(f"{what}={size} does not divide by the {group.size()} ranks of the group")
+    return size // group.size()
+
+
+# answer: about 12 lines, two small autograd.Functions, one for each direction
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the group, in a new tensor: `dist.all_reduce` writes into the one it is given."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradient, ctx.group), None
+
+
+# end of answer
+
+
+def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Identity forward, all-reduce backward: Megatron's f, where a replicated x enters sharded computation.
+
+    Every rank uses the whole x for its own share of the work, so the gradient of x is the sum of what
+    the ranks found. Neither x nor the gradient that comes in is changed. Any shape and dtype.
+    """
+    # answer: about 1 line
+    return _CopyToGroup.apply(x, group)
+    # end of answer
+
+
+# answer: about 8 lines, an autograd.Function
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+# end of answer
+
+
+def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All-reduce forward, identity backward: Megatron's g, where partial results become one replicated sum.
+
+    Neither x nor the gradient that comes in is changed. Any shape and dtype.
+    """
+    # answer: about 1 line
+    return _ReduceFromGroup.apply(x, group)
+    # end of answer
+
+
+# answer: about 30 lines: a gather, a slice, and two autograd.Functions that use them crosswise
+def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """(..., k) on each rank to (..., n·k) on all of them, in rank order."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """A copy of this rank's slice of x along `dim`."""
+    size = shard_size(x.size(dim), group, f"size({dim})")
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_slice(gradient, -1, ctx.group), None
+
+
+class _ScatterToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_slice(x, -1, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, ctx.group), None
+
+
+# end of answer
+
+
+def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' x joined along the last dimension, in rank order; backward keeps this rank's slice.
+
+    x (..., k) to (..., n·k). Nothing is summed in backward: what follows a gather is replicated, so
+    every rank already has the whole gradient.
+    """
+    # answer: about 1 line
+    return _GatherFromGroup.apply(x, group)
+    # end of answer
+
+
+def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's slice of the last dimension of a replicated x; backward joins the ranks' gradients.
+
+    x (..., k) to (..., k/n), rank r the r-th slice.
+
+    Raises:
+        ValueError: k does not divide by n.
+    """
+    # answer: about 1 line
+    return _ScatterToGroup.apply(x, group)
+    # end of answer
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer of which rank r computes the r-th slice of the output features.
+
+    `weight` (out/n, in), `bias` (out/n) or None. Built directly, the ranks' slices differ, also when
+    the ranks are seeded alike, and the bias is zero.
+
+    Raises:
+        ValueError: out_features does not divide by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: ProcessGroup,
+        gather_output: bool = False,
+    ) -> None:
+        # answer: about 6 lines
+        super().__init__()
+        self.group, self.gather_output = group, gather_output
+        size = shard_size(out_features, group, "out_features")
+        # Drawn whole and cut: ranks that are seeded alike get the slices of one dense layer.
+        whole = nn.Linear(in_features, out_features, bias=False).weight.detach()
+        self.weight = nn.Parameter(_own_slice(whole, 0, group))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+        # end of answer
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: ProcessGroup, gather_output: bool = False
+    ) -> "ColumnParallelLinear":
+        """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
+        # answer: about 6 lines
+        out_features, in_features = linear.weight.shape
+        layer = cls(
+            in_features, out_features, linear.bias is not None, group=group, gather_output=gather_output
+        )
+        layer.weight = nn.Parameter(_own_slice(linear.weight.detach(), 0, group))
+        if linear.bias is not None:
+            layer.bias = nn.Parameter(_own_slice(linear.bias.detach(), 0, group))
+        return layer
+        # end of answer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole x (..., in), the same on every rank, to (..., out/n), or (..., out) if gathered."""
+        # answer: about 2 lines
+        y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)  # (..., out/n)
+        return gather_from_group(y, self.group) if self.gather_output else y
+        # end of answer
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which rank r multiplies the r-th slice of the input features.
+
+    `weight` (out, in/n); `bias` (out) is the same on every rank, and is added once, after the sum.
+    Built directly, the ranks' slices differ, also when the ranks are seeded alike, and the bias is zero.
+
+    Raises:
+        ValueError: in_features does not divide by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: ProcessGroup,
+        input_is_parallel: bool = True,
+    ) -> None:
+        # answer: about 5 lines
+        super().__init__()
+        self.group, self.input_is_parallel = group, input_is_parallel
+        shard_size(in_features, group, "in_features")
+        whole = nn.Linear(in_features, out_features, bias=False).weight.detach()
+        self.weight = nn.Parameter(_own_slice(whole, 1, group))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        # end of answer
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: ProcessGroup, input_is_parallel: bool = True
+    ) -> "RowParallelLinear":
+        """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
+        # answer: about 6 lines
+        out_features, in_features = linear.weight.shape
+        has_bias = linear.bias is not None
+        layer = cls(in_features, out_features, has_bias, group=group, input_is_parallel=input_is_parallel)
+        layer.weight = nn.Parameter(_own_slice(linear.weight.detach(), 1, group))
+        if has_bias:
+            layer.bias = nn.Parameter(linear.bias.detach().clone())
+        return layer
+        # end of answer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's slice (..., in/n), or the whole (..., in) if not input_is_parallel, to the whole (..., out)."""
+        # answer: about 4 lines
+        x = x if self.input_is_parallel else scatter_to_group(x, self.group)
+        y = reduce_from_group(F.linear(x, self.weight), self.group)  # (..., out)
+        return y if self.bias is None else y + self.bias
+        # end of answer
+
+
+def share_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device | str = "cpu") -> Dropout:
+    """Make this dropout drop the same elements on every rank, however the ranks are seeded; returns it.
+
+    It gets a `generator` of its own on `device`, seeded with a number that the group's rank 0 draws and
+    everyone receives. Two dropouts that are shared one after the other get different seeds.
+    """
+    # answer: about 4 lines
+    seed = torch.randint(2**62, (1,)).to(device)
+    dist.broadcast(seed, group_src=0, group=group)
+    dropout.generator = torch.Generator(device).manual_seed(int(seed))
+    return dropout
+    # end of answer
+
+
+def tensor_parallel_mlp(mlp: MLP, group: ProcessGroup) -> MLP:
+    """Cut an MLP that is the same on every rank: column, GELU, row. Changes and returns the given one.
+
+    Each rank computes 4h/n of the hidden features. One all-reduce forward, one backward, and no other.
+    The dropout after the sum drops the same elements on every rank.
+
+    Raises:
+        ValueError: 4h does not divide by the number of ranks.
+    """
+    # answer: about 4 lines
+    mlp.c_fc = ColumnParallelLinear.from_linear(mlp.c_fc, group=group)
+    mlp.c_proj = RowParallelLinear.from_linear(mlp.c_proj, group=group)
+    share_dropout(mlp.dropout, group, mlp.c_fc.weight.device)
+    return mlp
+    # end of answer
+
+
+def tensor_parallel_attention(attention: CausalSelfAttention, group: ProcessGroup) -> CausalSelfAttention:
+    """Cut an attention by heads: rank r has the r-th heads of the queries, of the keys and of the values.
+
+    Changes and returns the given one. `c_attn.weight` (3h/n, h), `c_proj.weight` (h, h/n). One all-reduce
+    forward, one backward, and no other. The dropout after the sum drops the same elements on every rank.
+
+    Raises:
+        ValueError: the number of heads does not divide by the number of ranks; nothing was changed.
+    """
+    # answer: about 9 lines
+    num_heads = attention.c_attn.out_features // (3 * attention.head_size)
+    shard_size(num_heads, group, "n_head")
+    by_rank = copy.deepcopy(attention.c_attn)  # rows q|k|v of all heads, to q|k|v of rank 0, of rank 1, ...
+    with torch.no_grad():
+        for parameter in by_rank.parameters():
+            parameter.copy_(parameter.unflatten(0, (3, group.size(), -1)).transpose(0, 1).flatten(0, 2))
+    attention.c_attn = ColumnParallelLinear.from_linear(by_rank, group=group)
+    attention.c_proj = RowParallelLinear.from_linear(attention.c_proj, group=group)
+    share_dropout(attention.resid_dropout, group, attention.c_attn.weight.device)
+    return attention
+    # end of answer
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A token table of which rank r holds the r-th slice of the rows.
+
+    `weight` (rows, h). A vocabulary that does not divide is padded: every rank has ceil(v/n) rows, and
+    the last ones of all, which no token uses, are zero. (Leaving the last rank fewer rows is as good.)
+    Built directly, the ranks' slices differ, also when the ranks are seeded alike.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, group: ProcessGroup) -> None:
+        # answer: about 6 lines
+        super().__init__()
+        self.group = group
+        whole = nn.Embedding(num_embeddings, embedding_dim).weight.detach()
+        self.weight = nn.Parameter(self._own_rows(whole, group))
+        # end of answer
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, *, group: ProcessGroup) -> "VocabParallelEmbedding":
+        """This rank's rows of a dense table that is the same on every rank, in a copy of their own."""
+        # answer: about 3 lines
+        table = cls(*embedding.weight.shape, group=group)
+        table.weight = nn.Parameter(cls._own_rows(embedding.weight.detach(), group))
+        return table
+        # end of answer
+
+    @staticmethod
+    def _own_rows(whole: Tensor, group: ProcessGroup) -> Tensor:
+        """This rank's rows of a table (v, h), with rows of zeros where it ends early."""
+        # answer: about 3 lines
+        padding = -whole.size(0) % group.size()
+        return _own_slice(F.pad(whole, (0, 0, 0, padding)), 0, group)
+        # end of answer
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Tokens of any shape, the same on every rank, to (..., h): their rows, whole on every rank."""
+        # answer: about 5 lines
+        idx = idx - self.group.rank() * self.weight.size(0)
+        elsewhere = (idx < 0) | (idx >= self.weight.size(0))
+        rows = F.embedding(idx.masked_fill(elsewhere, 0), self.weight)  # (..., h)
+        return reduce_from_group(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        # end of answer
+
+
+def vocab_parallel_cross_entropy(logits_shard: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+    """Mean cross entropy in nats over the targets that are not -1, from logits cut along the vocabulary.
+
+    logits_shard (N, v/n): rank r has the r-th slice of the vocabulary; targets (N,) are the same on every
+    rank. The result is the same scalar on every rank, and its gradient reaches each rank's shard. Three
+    numbers a token travel: the largest logit, the sum of exponentials, the target's logit. A column of
+    -inf is a word that does not exist.
+    """
+    # answer: about 10 lines
+    vocabulary = logits_shard.size(-1)
+    largest = logits_shard.detach().max(dim=-1).values  # (N,)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits_shard - largest.unsqueeze(-1)  # (N, v/n)
+    sum_exp = reduce_from_group(shifted.exp().sum(dim=-1), group)  # (N,)
+    own = targets - group.rank() * vocabulary
+    elsewhere = (own < 0) | (own >= vocabulary)
+    picked = shifted.gather(-1, own.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+    target_logit = reduce_from_group(picked.masked_fill(elsewhere, 0.0), group)  # (N,)
+    return (sum_exp.log() - target_logit)[targets != -1].mean()
+    # end of answer
+
+
+# answer: about 20 lines, the pieces below use them
+def _loss(group: ProcessGroup, vocab_size: int, logits: Tensor, targets: Tensor) -> Tensor:
+    """GPT.loss for this rank's part of the logits, (b, s, rows): padding is no word."""
+    first = group.rank() * logits.size(-1)
+    padding = torch.arange(first, first + logits.size(-1), device=logits.device) >= vocab_size
+    logits = logits.masked_fill(padding, float("-inf")) if padding.any() else logits
+    return vocab_parallel_cross_entropy(logits.flatten(0, -2), targets.flatten(), group)
+
+
+def _whole_without_targets(model: GPT, inputs: tuple, outputs: tuple[Tensor, Tensor | None]) -> tuple:
+    """A forward hook: logits that are there to sample from, (b, 1, v), are needed whole on every rank."""
+    logits, loss = outputs
+    if loss is None:
+        logits = gather_from_group(logits, model.lm_head.group)[..., : model.config.vocab_size]
+    return logits, loss
+
+
+def _generate(model: GPT, group: ProcessGroup, *arguments, **options) -> Tensor:
+    """GPT.generate with the random numbers of the group's rank 0, so that every rank draws the same token."""
+    device = model.lm_head.weight.device
+    random = torch.cuda if device.type == "cuda" else torch
+    state = random.get_rng_state().to(device)
+    dist.broadcast(state, group_src=0, group=group)
+    random.set_rng_state(state.cpu())
+    return GPT.generate(model, *arguments, **options)
+
+
+# end of answer
+
+
+def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
+    """Cut a GPT that is the same on every rank over the group. Changes and returns the given one.
+
+    Called as before, with the same whole batch on every rank. The loss is the dense one on every rank.
+    With targets the logits are this rank's part of the vocabulary, (b, s, rows); without targets they
+    are whole, (b, 1, v), so that `generate` works, and draws the same tokens on every rank. After
+    `loss.backward()` every gradient is complete, and the same on every rank where the parameter is
+    replicated. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
+
+    Raises:
+        ValueError: n_head does not divide by the number of ranks; nothing was changed.
+    """
+    # answer: about 12 lines
+    for block in model.transformer.h:
+        tensor_parallel_attention(block.attn, group)
+        tensor_parallel_mlp(block.mlp, group)
+    table = VocabParallelEmbedding.from_embedding(model.transformer.wte, group=group)
+    num_rows, width = table.weight.shape
+    model.transformer.wte = table
+    model.lm_head = ColumnParallelLinear(width, num_rows * group.size(), bias=False, group=group)
+    model.lm_head.weight = table.weight
+    share_dropout(model.transformer.drop, group, table.weight.device)
+    model.loss = partial(_loss, group, model.config.vocab_size)
+    model.generate = partial(_generate, model, group)
+    model.register_forward_hook(_whole_without_targets)
+    return model
+    # end of answer
+
+
+class MultiQueryAttention(nn.Module):
+    """Causal attention in which all heads share one key head and one value head (Shazeer 2019).
+
+    Rank r computes the r-th query heads. The one key and value head is needed by all of them, so
+    `key_value` is replicated: the same weights on every rank, computed by every rank.
+    """
+
+    def __init__(self, width: int, num_heads: int, *, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.head_size = width // num_heads
+        self.query = ColumnParallelLinear(width, width, group=group)
+        self.key_value = nn.Linear(width, 2 * self.head_size)
+        self.project = RowParallelLinear(width, width, group=group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, h), the same on every rank, to (b, s, h), the same on every rank."""
+        # answer: about 6 lines
+        b, s, _ = x.shape
+        q = self.query(x).view(b, s, -1, self.head_size).transpose(1, 2)  # (b, a/n, s, d)
+        # Here replicated keys and values enter sharded computation: every rank's heads pull at them.
+        key_value = copy_to_group(self.key_value(x), self.group)  # (b, s, 2d)
+        k, v = (part.unsqueeze(1).expand_as(q) for part in key_value.chunk(2, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.project(y.transpose(1, 2).flatten(2))
+        # end of answer
