@@ -179,11 +179,10 @@ class ColumnParallelLinear(nn.Module):
         """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
         # answer: about 6 lines
         out_features, in_features = linear.weight.shape
-        layer = cls(
-            in_features, out_features, linear.bias is not None, group=group, gather_output=gather_output
-        )
+        bias = linear.bias is not None
+        layer = cls(in_features, out_features, bias, group=group, gather_output=gather_output)
         layer.weight = nn.Parameter(_own_slice(linear.weight.detach(), 0, group))
-        if linear.bias is not None:
+        if bias:
             layer.bias = nn.Parameter(_own_slice(linear.bias.detach(), 0, group))
         return layer
         # end of answer
@@ -231,16 +230,19 @@ class RowParallelLinear(nn.Module):
         """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
         # answer: about 6 lines
         out_features, in_features = linear.weight.shape
-        has_bias = linear.bias is not None
-        layer = cls(in_features, out_features, has_bias, group=group, input_is_parallel=input_is_parallel)
+        bias = linear.bias is not None
+        layer = cls(in_features, out_features, bias, group=group, input_is_parallel=input_is_parallel)
         layer.weight = nn.Parameter(_own_slice(linear.weight.detach(), 1, group))
-        if has_bias:
+        if bias:
             layer.bias = nn.Parameter(linear.bias.detach().clone())
         return layer
         # end of answer
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's slice (..., in/n), or the whole (..., in) if not input_is_parallel, to the whole (..., out)."""
+        """This rank's slice (..., in/n) of x to the whole (..., out), the same on every rank.
+
+        With input_is_parallel False, x is the whole (..., in), and each rank takes its slice.
+        """
         # answer: about 4 lines
         x = x if self.input_is_parallel else scatter_to_group(x, self.group)
         y = reduce_from_group(F.linear(x, self.weight), self.group)  # (..., out)
