@@ -1,0 +1,70 @@
+"""A process that has torch imported and forks a supervisor for every run, so that ranks start in milliseconds.
+
+Started by grader.launcher as `python -m grader.forkserver FD`. It never loads a submission and never starts
+a thread; runs are handed over as one end of a socket pair each.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+
+import psutil
+import torch
+
+# What ranks use and torch would else import lazily, seconds in every rank: done once here, before forking.
+import torch._dynamo
+import torch.distributed.tensor.parallel
+import torch.utils.flop_counter
+
+from grader.supervisor import PR_SET_CHILD_SUBREAPER, prctl, supervise
+from grader.tampering import Guard
+
+
+def main() -> None:
+    """Serve runs until the judge closes its end."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    guard = Guard()
+    supervisors: set[int] = set()
+    control.sendall(b"ready")
+    while True:
+        select.select([control], [], [], 0.2)
+        _reap(supervisors)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            continue
+        if not message:
+            break
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            try:
+                supervise(socket.socket(fileno=descriptors[0]), guard)
+            finally:
+                os._exit(0)
+        supervisors.add(pid)
+        os.close(descriptors[0])
+
+
+def _reap(supervisors: set[int]) -> None:
+    """Collect ended children. A supervisor that ended leaves nothing; an orphan of a killed one is killed."""
+    try:
+        while True:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            supervisors.discard(pid)
+            for child in psutil.Process().children():
+                if child.pid not in supervisors:
+                    child.kill()
+    except (ChildProcessError, psutil.NoSuchProcess):
+        return
+
+
+if __name__ == "__main__":
+    main()

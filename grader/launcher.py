@@ -1,0 +1,260 @@
+"""The judge's side of a run: starts the fork server once, hands it runs, and reads back plain data."""
+
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from grader import plain
+from grader.frames import receive_frame, send_frame
+from grader.isolation import isolated_command, why_not
+from grader.recording import Event, revive
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN_BYTES = 32
+
+
+class CannotGradeError(RuntimeError):
+    """The machine, or the grader itself, failed: never the learner's fault."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use; the limits hold for all its processes together."""
+
+    timeout: float = 30.0
+    """Seconds until a run that still computes is ended."""
+    idle: float = 3.0
+    """Seconds without any progress on any rank after which the ranks count as deadlocked."""
+    memory_bytes: int = 4 * 2**30
+    """Memory beyond what torch itself takes."""
+    max_processes: int = 64
+
+
+@dataclass(frozen=True)
+class Code:
+    """A submission, in one of three forms: source cells, pickled names, or a trusted module's name."""
+
+    cells: tuple[tuple[str, str], ...] = ()
+    pickled: bytes = b""
+    module: str = ""
+    directory: str = ""
+    """Folder whose other files may be imported."""
+    trusted: bool = False
+    """The course's own code, which may read the reference."""
+
+
+@dataclass
+class RankReport:
+    """How one rank ended."""
+
+    status: str
+    result: Any = None
+    error: dict[str, Any] | None = None
+    events: list[Event] = field(default_factory=list)
+    exit_code: int | None = None
+    stack: str = ""
+    output: str = ""
+    ended_at: float | None = None
+
+
+@dataclass
+class RunReport:
+    """How a run ended: `complete`, or trouble, timeout, idle, memory, processes, lost."""
+
+    ended: str
+    seconds: float
+    ranks: list[RankReport]
+    """By world rank."""
+
+
+class Launcher:
+    """Starts ranks. Keep one for many runs: the fork server stays warm.
+
+    Args:
+        isolate: shut the ranks in (see grader.isolation); raises CannotGradeError where that is impossible.
+        hidden: folders that are empty inside.
+        visible: folders, such as the submission's, that stay readable inside.
+    """
+
+    def __init__(
+        self, isolate: bool = False, hidden: Sequence[Path] = (), visible: Sequence[Path] = ()
+    ) -> None:
+        self.isolate = isolate
+        self._hidden = hidden
+        self._visible = visible
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
+
+    def run(
+        self,
+        probe: Callable[..., Any] | None,
+        code: Code,
+        arguments: Sequence[Sequence[Any]],
+        *,
+        limits: Limits,
+        world_size: int | None = None,
+        distributed: bool = True,
+        device: str = "cpu",
+        seeds: Sequence[int] | None = None,
+        delay_seed: int | None = None,
+    ) -> RunReport:
+        """Run `probe(rank, *arguments[r])` on the ranks of a group, and wait for how it ends.
+
+        The group is the last `len(arguments)` ranks of the world. Without a probe, the argument is a pickled
+        (function, args).
+        """
+        num_ranks = len(arguments)
+        world_size = world_size or num_ranks
+        group = list(range(world_size - num_ranks, world_size))
+        header = {
+            "world_size": world_size, "group": group, "distributed": distributed, "device": device,
+            "timeout": limits.timeout, "idle": limits.idle, "memory_bytes": limits.memory_bytes,
+            "max_processes": limits.max_processes,
+        }  # fmt: skip
+        token = secrets.token_bytes(TOKEN_BYTES)
+        order = {
+            "token": token, "probe": cloudpickle.dumps(probe) if probe else b"", "pickled": code.pickled,
+            "module": code.module, "cells": [list(cell) for cell in code.cells], "directory": code.directory,
+            "labels": [label for label, _ in code.cells], "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
+            "forbidden": [] if code.trusted else [str(ROOT / "solutions"), str(ROOT / "tests")],
+            "delay_seed": delay_seed,
+        }  # fmt: skip
+        orders = []
+        for world_rank in range(world_size):
+            mine = arguments[world_rank - group[0]] if world_rank in group else ()
+            seed = seeds[world_rank - group[0]] if seeds and world_rank in group else secrets.randbits(31)
+            delay = None if delay_seed is None else delay_seed + world_rank
+            orders.append(plain.encode({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay}))
+        summary, records = self._exchange(header, orders)
+        ranks = [_read_rank(state, record, token) for state, record in zip(summary["ranks"], records, strict=True)]
+        return RunReport(_ending(summary["ended"], ranks), summary["seconds"], ranks)
+
+    def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._hand_over(theirs)
+            ours.settimeout(header["timeout"] + 30)
+            try:
+                send_frame(ours, b"H", json.dumps(header).encode())
+                for order in orders:
+                    send_frame(ours, b"P", order)
+                summary = json.loads(receive_frame(ours)[1])
+                return summary, [receive_frame(ours)[1] for _ in orders]
+            except (OSError, ValueError):
+                self.close()
+                lost = {"status": "dead", "error": None, "events": [], "exit_code": None, "stack": "", "output": "",
+                        "ended_at": None}  # fmt: skip
+                return {"ended": "lost", "seconds": 0.0, "ranks": [lost] * len(orders)}, [b""] * len(orders)
+
+    def _hand_over(self, end: socket.socket) -> None:
+        with self._lock:
+            if self._server is None or self._server.poll() is not None:
+                self._start()
+            assert self._control is not None
+            socket.send_fds(self._control, [b"x"], [end.fileno()])
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "grader.forkserver", str(theirs.fileno())]
+        if self.isolate:
+            reason = why_not()
+            if reason:
+                raise CannotGradeError(f"isolation is not available: {reason}")
+            visible = [ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent, *self._visible]
+            command = isolated_command(command, list(self._hidden), visible)
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        self._server = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        ready, _, _ = select.select([ours], [], [], 120)
+        if not ready or ours.recv(5) != b"ready":
+            self._server.kill()
+            message = self._server.stderr.read().decode(errors="replace") if self._server.stderr else ""
+            raise CannotGradeError(f"the rank server did not start: {message.strip() or 'no answer'}")
+        self._control = ours
+
+    def warm_up(self) -> None:
+        """Start the fork server now."""
+        with self._lock:
+            if self._server is None:
+                self._start()
+
+    def close(self) -> None:
+        """End the fork server and everything below it."""
+        with self._lock:
+            if self._control is not None:
+                self._control.close()
+            if self._server is not None:
+                try:
+                    os.killpg(self._server.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                self._server.wait()
+                if self._server.stderr:
+                    self._server.stderr.close()
+            self._server = self._control = None
+
+
+def _read_rank(state: dict[str, Any], record: bytes, token: bytes) -> RankReport:
+    report = RankReport(**{**state, "events": [_event(e) for e in state["events"]]})
+    if report.status not in ("done", "failed"):
+        return report
+    if record[:TOKEN_BYTES] != token:
+        report.status, report.error = "forged", {"message": "a result that the grader did not write"}
+        return report
+    try:
+        if report.status == "failed":
+            report.error = json.loads(record[TOKEN_BYTES:])
+        else:
+            report.result = revive(plain.decode(record[TOKEN_BYTES:]))
+    except (ValueError, KeyError, TypeError) as error:
+        report.status, report.error = "forged", {"message": str(error)}
+    return report
+
+
+def _event(fields: dict[str, Any]) -> Event:
+    try:
+        return Event.from_plain(fields)
+    except (TypeError, KeyError):
+        return Event("unknown", 0, 0, "", (), (), None, "", False, "", 0, "", 0)
+
+
+def _ending(ended: str, ranks: list[RankReport]) -> str:
+    if ended == "complete" and any(rank.status != "done" for rank in ranks):
+        return "trouble"
+    return ended
+
+
+_shared: dict[str, Launcher] = {}
+
+
+def shared_launcher() -> Launcher:
+    """The launcher of this process, without isolation: for notebooks, and for tests."""
+    if "launcher" not in _shared:
+        import atexit
+
+        _shared["launcher"] = Launcher()
+        atexit.register(_shared["launcher"].close)
+    return _shared["launcher"]
+
+

@@ -1,0 +1,103 @@
+"""Plain data on the wire: numbers, strings, lists, tuples, dicts and tensors, and nothing that can run code.
+
+A value becomes JSON with the tensors taken out, and the tensors become one safetensors blob. Reading either
+never executes anything, so the judge may read what a submission's process has sent.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+MAX_DEPTH = 50
+
+
+class NotPlainError(TypeError):
+    """The value holds something that is neither a number, text, a tensor nor a container of these."""
+
+
+def encode(value: Any) -> bytes:
+    """Turn plain data into bytes.
+
+    Tensors travel detached, contiguous and on the CPU; a tensor subclass travels as the tensor it holds.
+
+    Raises:
+        NotPlainError: names the offending part, such as `result["layer"]: a Linear`.
+    """
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_strip(value, tensors, "result", 0)).encode()
+    return struct.pack("<Q", len(text)) + text + save_tensors(tensors)
+
+
+def decode(data: bytes) -> Any:
+    """Read what `encode` wrote. Raises ValueError for anything else."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > len(data) - 8:
+            raise ValueError("the text is cut short")
+        tree = json.loads(data[8 : 8 + length])
+        tensors = load_tensors(data[8 + length :])
+        return _restore(tree, tensors)
+    except Exception as error:
+        raise ValueError(f"not a complete record: {error}") from error
+
+
+def _strip(value: Any, tensors: dict[str, Tensor], where: str, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise NotPlainError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, Tensor):
+        return {"tensor": _store(value, tensors, where)}
+    if hasattr(value, "to_plain"):
+        return _strip(value.to_plain(), tensors, where, depth)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < 2**63 else {"int": str(int(value))}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, bytes):
+        return {"bytes": _store(torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8), tensors, where),
+                "length": len(value)}
+    if isinstance(value, list | tuple):
+        items = [_strip(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {"dict": [[_strip(k, tensors, f"a key of {where}", depth + 1),
+                          _strip(v, tensors, f"{where}[{k!r}]", depth + 1)] for k, v in value.items()]}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return _strip(value.item(), tensors, where, depth + 1)
+    raise NotPlainError(
+        f"{where} is a {type(value).__name__}: return tensors, numbers, strings, or lists, tuples and dicts of these"
+    )
+
+
+def _store(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        plain = torch.Tensor.as_subclass(tensor.detach(), Tensor)
+        if plain.layout != torch.strided or plain.is_quantized or plain.device.type == "meta":
+            raise NotPlainError(f"{where} is a {plain.layout} tensor on {plain.device}: return a dense one")
+        name = str(len(tensors))
+        tensors[name] = plain.cpu().contiguous().clone()
+    return name
+
+
+_RESTORE: dict[str, Callable[[dict, dict[str, Tensor]], Any]] = {
+    "tensor": lambda node, tensors: tensors[node["tensor"]],
+    "int": lambda node, tensors: int(node["int"]),
+    "bytes": lambda node, tensors: tensors[node["bytes"]].numpy().tobytes()[: node["length"]],
+    "tuple": lambda node, tensors: tuple(_restore(item, tensors) for item in node["tuple"]),
+    "dict": lambda node, tensors: {_restore(k, tensors): _restore(v, tensors) for k, v in node["dict"]},
+}
+
+
+def _restore(node: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_restore(item, tensors) for item in node]
+    if isinstance(node, dict):
+        return _RESTORE[next(iter(node))](node, tensors)
+    return node

@@ -1,0 +1,128 @@
+"""What was recorded on one rank, as plain data: communication, FLOPs and bytes, in the order they happened."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective or message, as one rank started it."""
+
+    kind: str
+    """A name of COLLECTIVES, or "send" or "recv"."""
+    num_bytes: int
+    """Bytes of the whole tensor: the gathered one for all_gather, the input for reduce_scatter and all_to_all."""
+    num_elements: int
+    dtype: str
+    """Such as "float32"; "" where no tensor travels."""
+    shape: tuple[int, ...]
+    """Shape of the first tensor handed over."""
+    group: tuple[int, ...]
+    """World ranks of the group."""
+    peer: int | None
+    """The other side of a message, or the root of a rooted collective: a rank in the group."""
+    op: str
+    """Such as "SUM"; "" where nothing is reduced or where the call does not tell."""
+    asynchronous: bool
+    file: str
+    line: int
+    """Where the learner's code was: file "" when no frame of it was on the stack."""
+    after: str
+    """Name of the last mark, "" before the first."""
+    index: int
+    """Position in the stream of all operations of this rank."""
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Event":
+        fields = {**plain, "shape": tuple(plain["shape"]), "group": tuple(plain["group"])}
+        return cls(**fields)
+
+    def describe(self) -> str:
+        """Such as `all_reduce (SUM) of 12 float32`."""
+        op = f" ({self.op})" if self.op else ""
+        what = f" of {self.num_elements} {self.dtype}" if self.dtype else ""
+        peer = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.kind, "")
+        return f"{self.kind}{op}{what}{peer}"
+
+
+@dataclass
+class Totals:
+    """What one stretch between two marks added up to."""
+
+    flops: int = 0
+    last_compute: int = -1
+    """Index of the last matrix multiply; -1 for none."""
+
+
+@dataclass
+class Recording:
+    """Everything that one rank did while it was recorded."""
+
+    events: list[Event] = field(default_factory=list)
+    totals: dict[str, Totals] = field(default_factory=lambda: {"": Totals()})
+    """By the name of the mark that opened the stretch, "" for the first."""
+    saved_bytes: int = 0
+    """Distinct storages that autograd kept for backward, without parameters and buffers."""
+    alive_at: dict[str, int] = field(default_factory=dict)
+    """Bytes of storages made while recording and still there, at each mark and at the "end"."""
+    peak_bytes: int = 0
+    """The most bytes, of storages made while recording, that were there at once."""
+    largest_elements: int = 0
+    """Elements of the largest tensor that an operation returned."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"recording": asdict(self)}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Recording":
+        fields = dict(plain["recording"])
+        fields["events"] = [Event.from_plain(event) for event in fields["events"]]
+        fields["totals"] = {name: Totals(**totals) for name, totals in fields["totals"].items()}
+        return cls(**fields)
+
+    def select(self, kind: str | None = None, after: str | None = None) -> list[Event]:
+        """The events of one kind and one stretch; None is any. Barriers count only when asked for by name."""
+        return [
+            event
+            for event in self.events
+            if (event.kind == kind if kind else event.kind != "barrier") and (after is None or event.after == after)
+        ]
+
+    def count(self, kind: str | None = None, after: str | None = None) -> int:
+        """How many events."""
+        return len(self.select(kind, after))
+
+    def bytes(self, kind: str | None = None, after: str | None = None) -> int:
+        """The sum of their `num_bytes`."""
+        return sum(event.num_bytes for event in self.select(kind, after))
+
+    def kinds(self, after: str | None = None) -> list[str]:
+        """The kinds of the events, in order."""
+        return [event.kind for event in self.select(None, after)]
+
+    def flops(self, after: str | None = None) -> int:
+        """Floating point operations of matrix multiplies, convolutions and attention, 2 a multiply-add."""
+        return sum(totals.flops for name, totals in self.totals.items() if after in (None, name))
+
+    def last_compute(self, after: str | None = None) -> int:
+        """Index of the last matrix multiply of a stretch, -1 for none; compare with `Event.index`."""
+        return max((t.last_compute for name, t in self.totals.items() if after in (None, name)), default=-1)
+
+    def alive(self, mark: str) -> int:
+        """Bytes of storages made while recording that were still there at a mark, or at the "end"."""
+        return self.alive_at[mark]
+
+
+def revive(value: Any) -> Any:
+    """Turn the recordings inside a decoded result back into `Recording` objects."""
+    if isinstance(value, dict):
+        if set(value) == {"recording"} and isinstance(value["recording"], dict):
+            return Recording.from_plain(value)
+        return {key: revive(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(revive(item) for item in value)
+    return value

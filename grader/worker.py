@@ -1,0 +1,175 @@
+"""One rank: loads the submission, runs a check's probe on it, and sends back plain data.
+
+This runs in a process of its own, forked for one run. Nothing here is trusted afterwards: the judge reads
+what arrives as data and draws its own conclusions.
+"""
+
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grader import plain
+from grader.frames import receive_frame, send_frame
+from grader.loading import LoadError, load_submission
+from grader.recorder import Recorder, Window, watch_backends
+from grader.recording import Event
+from grader.tampering import Guard
+
+
+class Rank:
+    """What a probe is given: the learner's names, the process group and the recorder."""
+
+    def __init__(
+        self, submission: SimpleNamespace, group: Any, rank: int, num_ranks: int, device: torch.device, recorder: Recorder
+    ) -> None:
+        self.submission = submission
+        self.group = group
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.device = device
+        self._recorder = recorder
+
+    def record(self, **options: Any) -> AbstractContextManager[Window]:
+        """Record a stretch (see `Recorder.record`); the recording can be returned as it is."""
+        return self._recorder.record(**options)
+
+    def seed(self, number: int) -> None:
+        """Seed torch's random numbers."""
+        torch.manual_seed(number)
+
+
+def run_worker(
+    connection: socket.socket, world_rank: int, header: dict[str, Any], directory: Path, dump: Any, guard: Guard
+) -> None:
+    """Do one rank's work, then stay until the supervisor lets go: a peer may still need this rank alive."""
+    token = b""
+    try:
+        _, body = receive_frame(connection)
+        order = plain.decode(body)
+        token = order["token"]
+        faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
+        result = _work(connection, world_rank, header, order, directory, guard)
+        send_frame(connection, b"R", token + result)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            error = RuntimeError(f"the code called sys.exit({error.code}) before its result was complete")
+        send_frame(connection, b"X", token + json.dumps(_describe(error, order.get("labels", []))).encode())
+    receive_frame(connection)
+
+
+def _work(
+    connection: socket.socket, world_rank: int, header: dict[str, Any], order: dict[str, Any], directory: Path, guard: Guard
+) -> bytes:
+    torch.set_num_threads(1)
+    os.chdir(directory)
+    is_learner = _learner_code(order)
+
+    def on_event(event: Event) -> None:
+        send_frame(connection, b"E", json.dumps(asdict(event)).encode())
+
+    recorder = Recorder(on_event, is_learner, order["delay_seed"])
+    watch_backends(recorder)
+    device = torch.device(header["device"], world_rank) if header["device"] == "cuda" else torch.device("cpu")
+    group = _start_group(world_rank, header, directory, device)
+    torch.manual_seed(order["seed"])
+    members = header["group"]
+    guard.watch(order["forbidden"])
+    if world_rank not in members:
+        return plain.encode(None)
+    try:
+        submission = load_submission(order)
+        probe = pickle.loads(order["probe"]) if order["probe"] else _call_function
+        rank = Rank(submission, group, members.index(world_rank), len(members), device, recorder)
+        arguments = _to_device(order["arguments"], device)
+        with recorder:
+            return plain.encode(probe(rank, *arguments))
+    finally:
+        guard.verify()
+
+
+def _call_function(rank: Rank, arguments: bytes) -> Any:
+    """The probe of `run_ranks`: a function and its arguments, by value."""
+    function, args = pickle.loads(arguments)
+    return function(*args)
+
+
+def _start_group(world_rank: int, header: dict[str, Any], directory: Path, device: torch.device) -> Any:
+    if not header["distributed"]:
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(str(directory / "rendezvous"), header["world_size"]),
+            rank=world_rank,
+            world_size=header["world_size"],
+            timeout=timedelta(seconds=header["timeout"] + 60),
+        )
+        members = header["group"]
+        if len(members) == header["world_size"]:
+            return dist.group.WORLD
+        return dist.new_group(members)
+    except Exception as error:
+        raise MachineError(f"the ranks could not connect: {error}") from error
+
+
+class MachineError(RuntimeError):
+    """The machine's fault, not the learner's."""
+
+
+def _learner_code(order: dict[str, Any]) -> Callable[[str], bool]:
+    """Tells the learner's code files from torch, Python, the grader and the course."""
+    labels = set(order["labels"])
+    directory = order["directory"]
+    ours = tuple(
+        os.path.realpath(path) + os.sep
+        for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parent, Path(__file__).parent, *order["ours"])
+    )
+
+    def is_learner(file: str) -> bool:
+        if file in labels:
+            return True
+        if labels:
+            return bool(directory) and file.startswith(directory + os.sep) and not file.startswith(ours)
+        return not file.startswith(("<frozen", *ours))
+
+    return is_learner
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+def _describe(error: BaseException, labels: list[str]) -> dict[str, Any]:
+    frames = [[f.filename, f.lineno, f.name] for f in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, LoadError):
+        frames = error.frames or frames
+    return {
+        "type": error.error_type if isinstance(error, LoadError) else type(error).__name__,
+        "message": str(error)[:2000],
+        "frames": frames[-40:],
+        "machine": isinstance(error, MachineError),
+    }
