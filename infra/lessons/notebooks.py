@@ -1,0 +1,130 @@
+"""Makes the two notebooks of a lesson: the learner's, and the solved one before it is executed."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from infra.lessons.derived import Repository
+from infra.lessons.source import Cell, Lesson
+
+METADATA = "scale_by_hand"
+"""Key of what the builder writes down for itself in a notebook's metadata."""
+
+COLAB_CELL = """\
+# On Google Colab this fetches the course. Anywhere else it does nothing.
+import sys
+
+if "google.colab" in sys.modules:
+    import os
+    import subprocess
+
+    course = "/content/{folder}"
+    if not os.path.exists(course):
+        subprocess.run(["git", "clone", "--quiet", "--depth=1", "{url}", course], check=True)
+    subprocess.run([sys.executable, f"{{course}}/infra/colab/install.py"], check=True)
+    sys.path.insert(0, course)"""
+
+
+def learner_notebook(lesson: Lesson, repository: Repository) -> NotebookNode:
+    """Stubs in the exercise cells, no outputs."""
+    notebook = _notebook(lesson, repository, solved=False)
+    notebook.metadata[METADATA] = {"lesson": lesson.slug, "cells": digest_of_cells(notebook)}
+    return notebook
+
+
+def solved_notebook(lesson: Lesson, repository: Repository) -> NotebookNode:
+    """Answers in the exercise cells; not yet executed."""
+    notebook = _notebook(lesson, repository, solved=True)
+    notebook.metadata[METADATA] = {"lesson": lesson.slug, "executed_from": digest_of_sources(lesson)}
+    return notebook
+
+
+def digest_of_cells(notebook: NotebookNode) -> str:
+    """Tells whether anyone has edited a built notebook. Outputs do not count."""
+    return _digest(json.dumps([[cell.cell_type, cell.source] for cell in notebook.cells]).encode())
+
+
+def digest_of_sources(lesson: Lesson) -> dict[str, str]:
+    """What the outputs of the solved notebook come from: its files by name, with their digests."""
+    paths = (lesson.text_path, lesson.checks_path, lesson.solution_path)
+    return {path.name: _digest(path.read_bytes()) if path.exists() else "missing" for path in paths}
+
+
+def write(notebook: NotebookNode, path: Path) -> bool:
+    """Write if anything changed; say whether it did."""
+    text = as_text(notebook)
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.write_text(text, encoding="utf-8")
+    return True
+
+
+def as_text(notebook: NotebookNode) -> str:
+    """The file's text: sorted keys, the same bytes for the same notebook."""
+    nbformat.validate(notebook)
+    return nbformat.writes(notebook).rstrip("\n") + "\n"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _notebook(lesson: Lesson, repository: Repository, *, solved: bool) -> NotebookNode:
+    path = lesson.solved_notebook if solved else lesson.learner_notebook
+    badge = repository.colab_badge(path.relative_to(lesson.root))
+    nodes: list[NotebookNode] = []
+    for cell in lesson.cells:
+        if cell.kind == "code" and not any(node.cell_type == "code" for node in nodes):
+            nodes.append(_code("colab", COLAB_CELL.format(url=repository.url, folder=repository.name)))
+        if cell.exercise:
+            nodes += _exercise_cells(lesson, cell, solved=solved)
+        elif cell.kind == "code":
+            nodes.append(_code(_id_of(cell), cell.source, tags=list(cell.tags)))
+        else:
+            title = f"# {lesson.title}\n"
+            source = f"{cell.source}\n".replace(title, f"{title}\n{badge}\n", not nodes).rstrip("\n")
+            nodes.append(_with_id(new_markdown_cell(source), _id_of(cell)))
+    _make_ids_unique(nodes)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook: NotebookNode = new_notebook(cells=nodes)
+    notebook.nbformat_minor = 5
+    notebook.metadata = NotebookNode({"kernelspec": kernel, "language_info": {"name": "python"}})
+    return notebook
+
+
+def _exercise_cells(lesson: Lesson, cell: Cell, *, solved: bool) -> list[NotebookNode]:
+    """The exercise (a stub, a broken program to repair, or the answer) and the cell that checks it."""
+    exercise = lesson.exercises[cell.exercise]
+    source = exercise.answer if solved else cell.source or exercise.stub
+    tags = list(cell.tags)
+    return [
+        _code(f"exercise-{exercise.name}"[:60], source, tags=tags, exercise=exercise.name),
+        _code(f"check-{exercise.name}"[:60], f"check({exercise.name})", check=exercise.name),
+    ]
+
+
+def _code(identity: str, source: str, tags: list[str] | None = None, **metadata: str) -> NotebookNode:
+    node = new_code_cell(source)
+    node.metadata = NotebookNode({**metadata, **({"tags": tags} if tags else {})})
+    return _with_id(node, identity)
+
+
+def _with_id(node: NotebookNode, identity: str) -> NotebookNode:
+    node.id = identity
+    return node
+
+
+def _id_of(cell: Cell) -> str:
+    return _digest(f"{cell.kind}\n{cell.source}".encode())
+
+
+def _make_ids_unique(nodes: list[NotebookNode]) -> None:
+    seen: dict[str, int] = {}
+    for node in nodes:
+        seen[node.id] = seen.get(node.id, 0) + 1
+        if seen[node.id] > 1:
+            node.id = f"{node.id}-{seen[node.id]}"
