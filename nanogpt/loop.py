@@ -1,0 +1,219 @@
+"""The training loop. It knows steps, losses and files; of ranks only what a `Parallel` does for it."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanogpt import checkpoint
+from nanogpt.config import TrainConfig
+from nanogpt.data import Tokens
+from nanogpt.metrics import (
+    MetricsFile,
+    ProgressBar,
+    draw_loss,
+    flops_per_token,
+    peak_flops_per_second,
+    read_metrics,
+)
+from nanogpt.model import GPT
+from nanogpt.optimizer import adamw, learning_rate
+from nanogpt.parallel import Parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this process runs. One process on its own is rank 0 of 1."""
+
+    device: torch.device
+    rank: int = 0
+    num_ranks: int = 1
+    barrier: Callable[[], None] = lambda: None
+    """Returns when every rank has called it."""
+
+
+class Trainer:
+    """A training run: built from its options, then `run`.
+
+    Raises:
+        ValueError: the technique cannot train this model on so many ranks, or there is nothing to resume.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        tokens: Tokens,
+        vocab_size: int,
+        parallel: Parallel,
+        place: Place,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.tokens = tokens
+        self.parallel = parallel
+        self.place = place
+        self.model_config = config.model_config(vocab_size)
+        self.micro_batch_size = config.batch_size // config.gradient_accumulation_steps
+        parallel.check(self.model_config, place.num_ranks)
+        self._require_equal_shares()
+        torch.manual_seed(config.seed)
+        model = GPT(self.model_config).to(place.device)
+        self.flops_per_token = flops_per_token(self.model_config, sum(p.numel() for p in model.parameters()))
+        if config.compile:
+            model.compile()
+        self.module = parallel.wrap(model)
+        self.optimizer = adamw(self.module, config)
+        torch.manual_seed(config.seed + place.rank)
+        self.step = 0
+        if config.resume:
+            self._restore()
+
+    def _require_equal_shares(self) -> None:
+        shares = self.parallel.num_shares(self.place.num_ranks)
+        if self.micro_batch_size % shares:
+            raise ValueError(
+                f"a micro-batch of {self.micro_batch_size} sequences (batch_size / "
+                f"gradient_accumulation_steps) does not divide over {shares} ranks: "
+                f"choose --batch-size {shares * self.config.gradient_accumulation_steps} or a multiple of it"
+            )
+
+    def _restore(self) -> None:
+        found = checkpoint.steps(self.run_dir)
+        if not found:
+            return  # interrupted before the first checkpoint: the run starts again
+        self.step = found[-1]
+        state = checkpoint.load_rank_state(
+            self.run_dir,
+            self.step,
+            rank=self.place.rank,
+            num_ranks=self.place.num_ranks,
+            device=self.place.device,
+        )
+        checkpoint.restore_rank_state(state, self.module, self.optimizer)
+
+    def run(self) -> None:
+        """Trains until `max_steps`; rank 0 reports."""
+        report = Report(self) if self.place.rank == 0 else None
+        try:
+            if self.step == 0:
+                self._validate(report)
+            while self.step < self.config.max_steps:
+                loss, norm, rate = self.train_step()
+                loss_value = self.parallel.mean_loss(loss).item()
+                if report is not None:
+                    report.step(self.step, loss_value, norm.item(), rate)
+                last = self.step == self.config.max_steps
+                if last or self.step % self.config.eval_interval == 0:
+                    self._validate(report)
+                if last or self.step % self.config.checkpoint_interval == 0:
+                    self._save()
+                if report is not None:
+                    report.restart_clock()
+        finally:
+            if report is not None:
+                report.close()
+
+    def train_step(self) -> tuple[Tensor, Tensor, float]:
+        """One optimizer step: the mean loss of this rank's share, the gradient's norm, the learning rate."""
+        config, module = self.config, self.module
+        idx, targets = self._batch(config.batch_size, self.step)
+        rate = learning_rate(self.step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        num_micro = config.gradient_accumulation_steps
+        total = torch.zeros((), device=self.place.device)
+        for micro in range(num_micro):
+            rows = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
+            is_last = micro == num_micro - 1
+            with contextlib.nullcontext() if is_last else self.parallel.accumulating(module):
+                loss = self._loss(idx[rows], targets[rows]) / num_micro
+                loss.backward()
+            total += loss.detach()
+        self.parallel.synchronize(module)
+        norm = self.parallel.clip_gradients(module, config.grad_clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return total, norm, rate
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """The mean loss over the validation batches, the same ones each time."""
+        self.module.eval()
+        total = torch.zeros((), device=self.place.device)
+        for number in range(self.config.eval_batches):
+            idx, targets = self._batch(self.micro_batch_size, number, validation=True)
+            total += self._loss(idx, targets)
+        self.module.train()
+        return (self.parallel.mean_loss(total) / self.config.eval_batches).item()
+
+    def _batch(self, batch_size: int, step: int, validation: bool = False) -> tuple[Tensor, Tensor]:
+        """The same batch on every rank: tokens and next tokens, (b, s) each."""
+        idx, targets = self.tokens.batch(
+            batch_size, self.config.block_size, seed=self.config.seed, step=step, validation=validation
+        )
+        if self.place.device.type == "cuda":
+            idx, targets = idx.pin_memory(), targets.pin_memory()
+        return idx.to(self.place.device, non_blocking=True), targets.to(self.place.device, non_blocking=True)
+
+    def _loss(self, idx: Tensor, targets: Tensor) -> Tensor:
+        bf16 = self.config.dtype == "bfloat16"
+        with torch.autocast(self.place.device.type, dtype=torch.bfloat16, enabled=bf16):
+            _, loss = self.module(self.parallel.share(idx), self.parallel.share(targets))
+        return loss
+
+    def _validate(self, report: "Report | None") -> None:
+        loss = self.validation_loss()
+        if report is not None:
+            report.validation(self.step, loss)
+
+    def _save(self) -> None:
+        checkpoint.save(
+            self.run_dir,
+            self.step,
+            checkpoint.rank_state(self.module, self.optimizer),
+            self.parallel.whole_state_dict(self.module),
+            rank=self.place.rank,
+            barrier=self.place.barrier,
+        )
+
+
+class Report:
+    """What rank 0 says and writes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        config, place = trainer.config, trainer.place
+        self.run_dir = trainer.run_dir
+        self.tokens_per_step = config.batch_size * config.block_size
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        peak = peak_flops_per_second(place.device, dtype) * place.num_ranks
+        self.mfu_per_token_per_second = trainer.flops_per_token / peak
+        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", after_step=trainer.step)
+        self.bar = ProgressBar(trainer.step, config.max_steps, shown=True)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Validation and checkpoints do not count as time of a step."""
+        self.started = time.perf_counter()
+
+    def step(self, step: int, loss: float, norm: float, rate: float) -> None:
+        speed = self.tokens_per_step / (time.perf_counter() - self.started)
+        mfu = speed * self.mfu_per_token_per_second
+        self.metrics.write(
+            step=step, loss=loss, gradient_norm=norm, learning_rate=rate, tokens_per_second=speed, mfu=mfu
+        )
+        self.bar.update(loss=loss, tokens_per_second=speed, mfu=mfu)
+
+    def validation(self, step: int, loss: float) -> None:
+        self.metrics.write(step=step, validation_loss=loss)
+        self.bar.say(f"step {step}: validation loss {loss:.4f}")
+
+    def close(self) -> None:
+        self.bar.close()
+        self.metrics.close()
+        draw_loss(read_metrics(self.run_dir / "metrics.jsonl"), self.run_dir / "loss.png")

@@ -1,0 +1,34 @@
+"""The optimizer and its learning rate."""
+
+import math
+
+import torch
+from torch import nn
+
+from nanogpt.config import TrainConfig
+
+
+def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW in nanoGPT's two groups: matrices and tables decay, biases and norms do not."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    # One fused kernel, except for sharded parameter types (DTensor), which have no such kernel.
+    fused = all(type(parameter) is nn.Parameter for parameter in parameters)
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused or None
+    )
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Of the given step, counted from 0: a linear warm-up, then half a cosine, then constant."""
+    end = config.decay_steps or config.max_steps
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if step >= end:
+        return config.min_learning_rate
+    progress = (step - config.warmup_steps) / max(1, end - config.warmup_steps)
+    wave = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_learning_rate + wave * (config.learning_rate - config.min_learning_rate)
