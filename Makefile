@@ -1,0 +1,33 @@
+# Every target sets up what it needs on first use; the next time that takes a tenth of a second.
+# How, and which Python is used: infra/environment.py.
+
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+ENVIRONMENT = python=$$($(PYTHON) infra/environment.py)
+
+.PHONY: help lab grade test lessons bench
+
+help:
+	@echo "make lab       open the course in JupyterLab      ARGS='--no-browser' on a remote machine"
+	@echo "make grade     grade your work                    ARGS='PATH' for one notebook or .py file"
+	@echo "make test      prove the course                   ARGS='-k name', JOBS=2"
+	@echo "make lessons   build the notebooks                LESSON=08, FORCE=1"
+	@echo "make bench     measure speed"
+	@echo "PYTHON=python3.12 chooses the Python that .venv is made with"
+
+lab: # Jupyter refuses to run as root, which is who you are on most pods
+	@$(ENVIRONMENT) && "$$python" -m jupyterlab --LabApp.default_url=/lab/tree/lessons \
+		$(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+
+grade:
+	@$(ENVIRONMENT) && "$$python" -m grader $(ARGS)
+
+test: # two workers fit two cores; whole notebooks run one at a time
+	@$(ENVIRONMENT) && "$$python" -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+lessons:
+	@$(ENVIRONMENT) && "$$python" -m infra.lessons $(LESSON) $(if $(FORCE),--force)
+
+bench:
+	@$(ENVIRONMENT) && "$$python" -m tests.bench $(ARGS)
