@@ -45,7 +45,9 @@ def why_not() -> str:
     missing = [name for name in ("unshare", "setpriv", "mount") if shutil.which(name) is None]
     if missing:
         return f"this system has no {' and no '.join(missing)} (util-linux)"
-    trial = subprocess.run([*_UNSHARE, "mount", "-t", "tmpfs", "none", "/tmp"], capture_output=True, text=True)
+    trial = subprocess.run(
+        [*_UNSHARE, "mount", "-t", "tmpfs", "none", "/tmp"], capture_output=True, text=True
+    )
     return "" if trial.returncode == 0 else f"this system does not allow it ({trial.stderr.strip()})"
 
 

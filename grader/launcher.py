@@ -140,7 +140,9 @@ class Launcher:
             delay = None if delay_seed is None else delay_seed + world_rank
             orders.append(plain.encode({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay}))
         summary, records = self._exchange(header, orders)
-        ranks = [_read_rank(state, record, token) for state, record in zip(summary["ranks"], records, strict=True)]
+        ranks = [
+            _read_rank(state, record, token) for state, record in zip(summary["ranks"], records, strict=True)
+        ]
         return RunReport(_ending(summary["ended"], ranks), summary["seconds"], ranks)
 
     def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -175,7 +177,13 @@ class Launcher:
             reason = why_not()
             if reason:
                 raise CannotGradeError(f"isolation is not available: {reason}")
-            visible = [ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent, *self._visible]
+            visible = [
+                ROOT,
+                Path(sys.prefix),
+                Path(sys.base_prefix),
+                Path(torch.__file__).parent,
+                *self._visible,
+            ]
             command = isolated_command(command, list(self._hidden), visible)
         environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg",
@@ -256,5 +264,3 @@ def shared_launcher() -> Launcher:
         _shared["launcher"] = Launcher()
         atexit.register(_shared["launcher"].close)
     return _shared["launcher"]
-
-

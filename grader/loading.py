@@ -15,7 +15,9 @@ MODULE_NAME = "submission"
 class LoadError(RuntimeError):
     """A name that the check needs does not exist because the code that defines it failed."""
 
-    def __init__(self, message: str, error_type: str = "LoadError", frames: list[list[Any]] | None = None) -> None:
+    def __init__(
+        self, message: str, error_type: str = "LoadError", frames: list[list[Any]] | None = None
+    ) -> None:
         super().__init__(message)
         self.error_type = error_type
         self.frames = frames

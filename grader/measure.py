@@ -30,4 +30,6 @@ def gradient_bytes(module: nn.Module) -> int:
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state, scalars such as step counts left out."""
     state: Any = optimizer.state
-    return storage_bytes(leaf for leaf in tree_leaves(dict(state)) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    return storage_bytes(
+        leaf for leaf in tree_leaves(dict(state)) if isinstance(leaf, Tensor) and leaf.dim() > 0
+    )

@@ -1,2 +1,150 @@
-def check(*a): ...
-def run_ranks(*a): ...
+"""`check` and `run_ranks`: the grader from a notebook cell."""
+
+import difflib
+import inspect
+import io
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import cloudpickle
+
+
+def check(definition: Any) -> None:
+    """Grade one exercise: `check(ColumnParallelLinear)`, in the cell after its definition.
+
+    The definition travels by value to fresh processes, one a rank; the verdict is printed, a line per check.
+
+    Raises:
+        ValueError: the course has no exercise of that name.
+    """
+    from grader.course import find_exercise, lessons
+    from grader.judge import Settings, grade_exercise
+    from grader.launcher import Code, shared_launcher
+    from grader.report import exercise_lines
+    from grader.verdicts import ExerciseReport, Verdict
+
+    name = getattr(definition, "__name__", str(definition))
+    found = find_exercise(name)
+    if found is None:
+        names = [each for lesson in lessons() for each in lesson.exercises]
+        close = difflib.get_close_matches(name, names, 1)
+        raise ValueError(
+            f"the course has no exercise {name!r}" + (f": did you mean {close[0]}?" if close else "")
+        )
+    lesson, exercise = found
+    if _is_untouched(definition, lesson.given.get(name)):
+        report = ExerciseReport(
+            lesson.name, name, Verdict.NOT_ATTEMPTED, message="write it, run its cell, and check again"
+        )
+    else:
+        names = {name: definition, **_others(definition, exercise.uses)}
+        code = Code(pickled=_by_value(names))
+        report = grade_exercise(exercise, lesson.name, code, shared_launcher(), Settings(), _locate)
+    for line, _ in exercise_lines(report):
+        print(line)
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, ranks: int = 4, timeout: float = 120.0) -> list[Any]:
+    """Run `function(*args)` on ranks, each a process of its own, and return each rank's result, in order.
+
+    Inside, `torch.distributed` is initialised: `dist.get_rank()` tells the rank. A result is plain data:
+    tensors, numbers, strings, None, and lists, tuples and dicts of these. What ranks print is shown.
+
+    Args:
+        ranks: how many.
+        timeout: seconds until the ranks are stopped; a deadlock is noticed earlier.
+
+    Raises:
+        RuntimeError: a rank raised, the ranks hung, or ran out of memory; the message says where each stood.
+    """
+    from grader.launcher import Code, Limits, shared_launcher
+    from grader.stories import ending
+
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: at least one is needed")
+    limits = Limits(timeout=timeout, idle=5.0, memory_bytes=16 * 2**30)
+    arguments = [(_by_value((function, args)),)] * ranks
+    report = shared_launcher().run(None, Code(trusted=True), arguments, limits=limits)
+    for rank, state in enumerate(report.ranks):
+        if state.output:
+            print(textwrap.indent(state.output.rstrip("\n"), f"[rank {rank}] "))
+    trouble = ending(report, _locate, limits, range(ranks))
+    if trouble is not None:
+        parts = [trouble.message, trouble.cause, *trouble.details, trouble.help]
+        raise RuntimeError("\n  ".join(part for part in parts if part)) from None
+    return [state.result for state in report.ranks]
+
+
+def _by_value(value: Any) -> bytes:
+    """Pickle what a notebook defined, by value.
+
+    torch.distributed keeps a configuration module that no pickle takes; any function that says `dist` and
+    `.config` reaches it. It travels by name.
+    """
+    buffer = io.BytesIO()
+    pickler = cloudpickle.Pickler(buffer)
+    import torch.utils._config_module as config_module
+
+    by_name = {config_module.ConfigModule: _by_import}
+    pickler.dispatch_table = pickler.dispatch_table.new_child(by_name)
+    for kind in {type(m) for m in list(sys.modules.values()) if isinstance(m, config_module.ConfigModule)}:
+        by_name[kind] = _by_import
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def _by_import(module: Any) -> tuple[Callable[[str], Any], tuple[str]]:
+    return _import, (module.__name__,)
+
+
+def _import(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+def _others(definition: Any, uses: tuple[str, ...]) -> dict[str, Any]:
+    """The other exercises that a check needs, from where this one was defined."""
+    module = sys.modules.get(getattr(definition, "__module__", ""))
+    return {name: getattr(module, name) for name in uses if hasattr(module, name)}
+
+
+def _is_untouched(definition: Any, given: Any) -> bool:
+    import ast
+
+    from grader.submission import is_untouched
+
+    with suppress(OSError, TypeError, SyntaxError):
+        source = textwrap.dedent(inspect.getsource(definition))
+        return is_untouched(ast.parse(source).body[0], given)
+    return False
+
+
+def _locate(file: str, line: int) -> str:
+    """A line of the notebook, as its reader knows it."""
+    import linecache
+
+    from grader.launcher import ROOT
+
+    if "site-packages" in file or "/lib/python" in file or file.startswith("<frozen"):
+        return ""
+    if file.startswith(
+        (str(ROOT / "grader"), str(ROOT / "nanogpt"), str(ROOT / "lessons"), str(ROOT / "solutions"))
+    ):
+        return ""
+    text = linecache.getline(file, line).strip()
+    cell = _cell_number(file)
+    where = f"cell In[{cell}]" if cell else file.rpartition("/")[2]
+    return f"{where}, line {line}: `{text}`" if text else ""
+
+
+def _cell_number(file: str) -> int | None:
+    """The execution count of the cell that IPython compiled under this file name."""
+    with suppress(Exception):
+        from IPython import get_ipython
+
+        return get_ipython().compile._filename_map.get(file)
+    return None

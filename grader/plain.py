@@ -61,14 +61,25 @@ def _strip(value: Any, tensors: dict[str, Tensor], where: str, depth: int) -> An
     if isinstance(value, float):
         return float(value)
     if isinstance(value, bytes):
-        return {"bytes": _store(torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8), tensors, where),
-                "length": len(value)}
+        return {
+            "bytes": _store(
+                torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8), tensors, where
+            ),
+            "length": len(value),
+        }
     if isinstance(value, list | tuple):
         items = [_strip(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
-        return {"dict": [[_strip(k, tensors, f"a key of {where}", depth + 1),
-                          _strip(v, tensors, f"{where}[{k!r}]", depth + 1)] for k, v in value.items()]}
+        return {
+            "dict": [
+                [
+                    _strip(k, tensors, f"a key of {where}", depth + 1),
+                    _strip(v, tensors, f"{where}[{k!r}]", depth + 1),
+                ]
+                for k, v in value.items()
+            ]
+        }
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return _strip(value.item(), tensors, where, depth + 1)
     raise NotPlainError(

@@ -137,7 +137,9 @@ class Recorder(TorchDispatchMode):
             group = dist.ProcessGroup.unbox(values["process_group"])
             peer = next((values[key] for key in ("dst", "src", "root_rank") if key in values), None)
             asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
-            return self._make(kind, tensors, tuple(dist.get_process_group_ranks(group)), peer, "", asynchronous)
+            return self._make(
+                kind, tensors, tuple(dist.get_process_group_ranks(group)), peer, "", asynchronous
+            )
         if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
             group = dist.distributed_c10d._resolve_process_group(args[-1])
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -179,7 +181,11 @@ class Recorder(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
-            if not op and file.endswith("distributed_c10d.py") and isinstance(frame.f_locals.get("op"), dist.ReduceOp | dist.ReduceOp.RedOpType):
+            if (
+                not op
+                and file.endswith("distributed_c10d.py")
+                and isinstance(frame.f_locals.get("op"), dist.ReduceOp | dist.ReduceOp.RedOpType)
+            ):
                 op = str(frame.f_locals["op"]).rpartition(".")[2]
             if self._is_learner(file):
                 return file, frame.f_lineno, op

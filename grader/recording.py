@@ -89,7 +89,8 @@ class Recording:
         return [
             event
             for event in self.events
-            if (event.kind == kind if kind else event.kind != "barrier") and (after is None or event.after == after)
+            if (event.kind == kind if kind else event.kind != "barrier")
+            and (after is None or event.after == after)
         ]
 
     def count(self, kind: str | None = None, after: str | None = None) -> int:

@@ -222,7 +222,11 @@ class _Run:
     def _measure(self, tree: bool) -> tuple[float, bool]:
         """CPU seconds of the ranks, and whether one could run; ends the run when a limit is passed."""
         cpu, runnable, rss, count = 0.0, False, 0, 0
-        processes = _descendants() if tree else [psutil.Process(r.pid) for r in self.ranks if r.state.exit_code is None]
+        processes = (
+            _descendants()
+            if tree
+            else [psutil.Process(r.pid) for r in self.ranks if r.state.exit_code is None]
+        )
         for process in processes:
             try:
                 with process.oneshot():

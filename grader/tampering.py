@@ -62,5 +62,12 @@ class Guard:
 
 
 def _callables(place: Any) -> dict[str, Any]:
-    kinds = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type, staticmethod, classmethod)
+    kinds = (
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        type,
+        staticmethod,
+        classmethod,
+    )
     return {name: value for name, value in vars(place).items() if isinstance(value, kinds)}

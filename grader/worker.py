@@ -35,7 +35,13 @@ class Rank:
     """What a probe is given: the learner's names, the process group and the recorder."""
 
     def __init__(
-        self, submission: SimpleNamespace, group: Any, rank: int, num_ranks: int, device: torch.device, recorder: Recorder
+        self,
+        submission: SimpleNamespace,
+        group: Any,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        recorder: Recorder,
     ) -> None:
         self.submission = submission
         self.group = group
@@ -54,7 +60,12 @@ class Rank:
 
 
 def run_worker(
-    connection: socket.socket, world_rank: int, header: dict[str, Any], directory: Path, dump: Any, guard: Guard
+    connection: socket.socket,
+    world_rank: int,
+    header: dict[str, Any],
+    directory: Path,
+    dump: Any,
+    guard: Guard,
 ) -> None:
     """Do one rank's work, then stay until the supervisor lets go: a peer may still need this rank alive."""
     token = b""
@@ -73,7 +84,12 @@ def run_worker(
 
 
 def _work(
-    connection: socket.socket, world_rank: int, header: dict[str, Any], order: dict[str, Any], directory: Path, guard: Guard
+    connection: socket.socket,
+    world_rank: int,
+    header: dict[str, Any],
+    order: dict[str, Any],
+    directory: Path,
+    guard: Guard,
 ) -> bytes:
     torch.set_num_threads(1)
     os.chdir(directory)
@@ -140,7 +156,13 @@ def _learner_code(order: dict[str, Any]) -> Callable[[str], bool]:
     directory = order["directory"]
     ours = tuple(
         os.path.realpath(path) + os.sep
-        for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parent, Path(__file__).parent, *order["ours"])
+        for path in (
+            sys.prefix,
+            sys.base_prefix,
+            Path(torch.__file__).parent,
+            Path(__file__).parent,
+            *order["ours"],
+        )
     )
 
     def is_learner(file: str) -> bool:

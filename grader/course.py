@@ -1,0 +1,97 @@
+"""Finds the lessons on disk: their exercises, checks, and the text that the learner was given."""
+
+import ast
+import importlib.util
+import sys
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import jupytext
+from nanogpt.implementation import Cell, without_magics
+
+from grader.checks import REGISTRY, Exercise
+from grader.launcher import ROOT
+from grader.submission import from_cells
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One folder of lessons/."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """Such as "08_data_parallel"."""
+        return self.directory.name
+
+    @property
+    def slug(self) -> str:
+        """Such as "data_parallel"."""
+        return self.name.partition("_")[2]
+
+    @property
+    def notebook(self) -> Path:
+        """The learner's notebook."""
+        return self.directory / f"{self.slug}.ipynb"
+
+    @property
+    def solution(self) -> Path:
+        """The reference."""
+        return ROOT / "solutions" / f"{self.slug}.py"
+
+    @cached_property
+    def exercises(self) -> dict[str, Exercise]:
+        """The lesson's exercises by name, in order, with their checks."""
+        module_name = f"checks_of_{self.slug}"
+        if module_name not in REGISTRY:
+            spec = importlib.util.spec_from_file_location(module_name, self.directory / "checks.py")
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module
+            spec.loader.exec_module(module)
+            cloudpickle.register_pickle_by_value(module)
+        return REGISTRY.get(module_name, {})
+
+    @cached_property
+    def given(self) -> dict[str, ast.AST]:
+        """Name → the broken program that the lesson gives as a start, for the exercises that have one."""
+        cells = tuple(
+            Cell("lesson.md", cell.source) for cell in self._text_cells if "exercise" in cell.metadata
+        )
+        return from_cells(self.directory / "lesson.md", cells).definitions
+
+    @cached_property
+    def demonstrations(self) -> frozenset[str]:
+        """Sources of the cells that only show something: skipped when a submission has them unchanged."""
+        return frozenset(
+            without_magics(cell.source)
+            for cell in self._text_cells
+            if "demo" in cell.metadata.get("tags", [])
+        )
+
+    @cached_property
+    def _text_cells(self) -> list[Any]:
+        """Code cells of the lesson's text: the learner may have changed the notebook, never this."""
+        text = self.directory / "lesson.md"
+        if not text.exists():
+            return []
+        return [cell for cell in jupytext.read(text).cells if cell.cell_type == "code"]
+
+
+@cache
+def lessons() -> tuple[Lesson, ...]:
+    """All lessons, in order."""
+    folders = sorted(path.parent for path in (ROOT / "lessons").glob("*/checks.py"))
+    return tuple(Lesson(folder) for folder in folders)
+
+
+def find_exercise(name: str) -> tuple[Lesson, Exercise] | None:
+    """The lesson that has an exercise of this name."""
+    for lesson in lessons():
+        if name in lesson.exercises:
+            return lesson, lesson.exercises[name]
+    return None

@@ -1,0 +1,158 @@
+"""Grades: for every exercise asked for, every check in every layout of ranks, and what came of it."""
+
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from grader.checks import Check, Exercise, Layout, Trial
+from grader.course import Lesson
+from grader.launcher import CannotGradeError, Code, Launcher, Limits
+from grader.stories import Locate
+from grader.submission import Submission, is_untouched
+from grader.verdicts import CheckEnded, CheckReport, ExerciseReport, Verdict, combine
+
+ENDINGS_UNTIL_SKIP = 2
+"""After so many runs of one exercise that ended early, the rest of its checks is skipped."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a grading may be told."""
+
+    ranks: tuple[int, ...] = ()
+    """Only these world sizes; empty is all."""
+    device: str = "cpu"
+    limits: Limits = field(default_factory=Limits)
+    seed: int | None = None
+    """Draw the same inputs again; None draws new ones."""
+
+
+def grade_submission(
+    submission: Submission,
+    lesson: Lesson,
+    launcher: Launcher,
+    settings: Settings,
+    only: Sequence[str] = (),
+    on_report: Callable[[ExerciseReport], None] = lambda report: None,
+) -> list[ExerciseReport]:
+    """Grade a submission's exercises of one lesson; calls `on_report` as each is done."""
+    code = submission.code(skip=lesson.demonstrations)
+    reports = []
+    for exercise in lesson.exercises.values():
+        if only and exercise.name not in only:
+            continue
+        node = submission.definitions.get(exercise.name)
+        if node is None and exercise.optional and exercise.name not in only:
+            continue
+        report = _not_attempted(submission, lesson, exercise) or grade_exercise(
+            exercise, lesson.name, code, launcher, settings, submission.locate
+        )
+        reports.append(report)
+        on_report(report)
+    return reports
+
+
+def _not_attempted(submission: Submission, lesson: Lesson, exercise: Exercise) -> ExerciseReport | None:
+    node = submission.definitions.get(exercise.name)
+    if node is None and not submission.open_ended:
+        broken = submission.broken_cells()
+        message = f"not defined: {broken[0]}" if broken else "not defined"
+        verdict = (
+            Verdict.CRASHED
+            if any(exercise.name in cell.source for cell in submission.cells if cell.error)
+            else Verdict.NOT_ATTEMPTED
+        )
+        return ExerciseReport(lesson.name, exercise.name, verdict, message=message)
+    if node is not None and is_untouched(node, lesson.given.get(exercise.name)):
+        return ExerciseReport(lesson.name, exercise.name, Verdict.NOT_ATTEMPTED, message="still as given")
+    return None
+
+
+def grade_exercise(
+    exercise: Exercise,
+    lesson: str,
+    code: Code,
+    launcher: Launcher,
+    settings: Settings,
+    locate: Locate,
+    only_checks: Iterable[str] = (),
+) -> ExerciseReport:
+    """Run an exercise's checks on code that defines it."""
+    began = time.monotonic()
+    layouts, notes = _layouts(exercise, settings)
+    seed = settings.seed if settings.seed is not None else secrets.randbits(31)
+    trials = [
+        Trial(
+            layout,
+            code,
+            launcher,
+            seed + number,
+            locate,
+            settings.limits,
+            settings.device,
+            exercise.distributed,
+        )
+        for number, layout in enumerate(layouts)
+    ]
+    wanted = set(only_checks)
+    reports: list[CheckReport] = []
+    for check in exercise.checks:
+        if wanted and check.name not in wanted:
+            continue
+        ended = sum(r.verdict not in (Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED) for r in reports)
+        if ended >= ENDINGS_UNTIL_SKIP:
+            reports.append(CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="not reached"))
+        else:
+            reports.append(_run_check(check, trials))
+    verdict = combine([report.verdict for report in reports])
+    return ExerciseReport(
+        lesson, exercise.name, verdict, tuple(reports), seconds=time.monotonic() - began, notes=notes
+    )
+
+
+def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tuple[str, ...]]:
+    layouts = [x for x in exercise.layouts() if not settings.ranks or x.num_ranks in settings.ranks]
+    if settings.device != "cuda":
+        return layouts, ()
+    count = torch.cuda.device_count()
+    possible = [layout for layout in layouts if layout.world_size <= count]
+    if len(possible) == len(layouts):
+        return layouts, ()
+    left_out = ", ".join(str(x.world_size) for x in layouts if x not in possible)
+    return possible, (
+        f"NCCL needs a GPU a rank, and this machine has {count}: left out world size {left_out}",
+    )
+
+
+def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
+    report = CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="no number of ranks fits")
+    for trial in trials:
+        if not check.layouts(trial.layout):
+            continue
+        try:
+            check.function(trial)
+        except CheckEnded as end:
+            return replace(
+                report, verdict=end.verdict, where=str(trial.layout), message=end.message, cause=end.cause,
+                help=end.help, details=end.details,
+            )  # fmt: skip
+        except CannotGradeError:
+            raise
+        except Exception as error:
+            return _unexpected(check, trial, error)
+        report = CheckReport(check.name, check.sentence, Verdict.PASSED)
+    return report
+
+
+def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:
+    """A check that fails by itself: our fault, kept apart from the learner's."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return CheckReport(
+        check.name, check.sentence, Verdict.GRADER_ERROR, str(trial.layout),
+        f"the check itself failed: {type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})",
+        help="This is a fault of the grader, or the result had a form that it did not expect. Please report it.",
+    )  # fmt: skip

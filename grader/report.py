@@ -1,0 +1,110 @@
+"""What a person reads of a grading, in a terminal or a notebook, and what a machine reads."""
+
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from grader.verdicts import CheckReport, ExerciseReport, Verdict
+
+MARKS = {
+    Verdict.PASSED: ("✓", "green"),
+    Verdict.WRONG: ("✗", "red"),
+    Verdict.NOT_ATTEMPTED: ("·", "dim"),
+    Verdict.CRASHED: ("✗", "red"),
+    Verdict.HUNG: ("✗", "red"),
+    Verdict.OUT_OF_MEMORY: ("✗", "red"),
+    Verdict.REFUSED: ("✗", "magenta"),
+    Verdict.GRADER_ERROR: ("!", "yellow"),
+    Verdict.SKIPPED: ("-", "dim"),
+}
+WIDTH = 100
+
+
+def exercise_lines(report: ExerciseReport) -> list[tuple[str, str]]:
+    """An exercise's report as (line, style) pairs: no time in it, so that equal runs read alike."""
+    mark, style = MARKS[report.verdict]
+    summary = f"{report.verdict}" + (f" ({report.message})" if report.message else "")
+    lines = [(f"{mark} {report.name}: {summary}", f"bold {style}")]
+    for check in report.checks:
+        lines += _check_lines(check)
+    lines += [(f"  note: {note}", "dim") for note in report.notes]
+    return lines
+
+
+def _check_lines(check: CheckReport) -> list[tuple[str, str]]:
+    mark, style = MARKS[check.verdict]
+    lines = _wrap(f"  {mark} ", check.sentence, style if check.verdict != Verdict.SKIPPED else "dim")
+    if check.verdict in (Verdict.PASSED, Verdict.SKIPPED):
+        return lines
+    label = "" if check.verdict == Verdict.WRONG else f"{check.verdict}: "
+    lines += _wrap("      ", f"{label}{check.where}: {check.message}", "")
+    if check.cause:
+        lines += _wrap("      likely cause: ", check.cause, "bold")
+    if check.help:
+        lines += _wrap("      next step: ", check.help, "")
+    for detail in check.details:
+        lines += _wrap("      ", detail, "dim")
+    return lines
+
+
+def _wrap(head: str, text: str, style: str) -> list[tuple[str, str]]:
+    indent = " " * (4 if head.strip() in {mark for mark, _ in MARKS.values()} else 8)
+    wrapped = textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+    return [(line, style) for line in wrapped or [head]]
+
+
+def print_exercise(console: Console, report: ExerciseReport) -> None:
+    """Print one exercise, with colours where the console has them."""
+    for line, style in exercise_lines(report):
+        text = Text(line, style=style)
+        if report is not None and line.startswith("✓") and console.is_terminal:
+            text.append(f"  {report.seconds:.1f} s", style="dim")
+        console.print(text, soft_wrap=True)
+
+
+def print_table(console: Console, reports: Iterable[ExerciseReport]) -> None:
+    """Print the course, a line an exercise."""
+    table = Table(box=None, pad_edge=False, show_header=console.is_terminal)
+    for column in ("lesson", "exercise", "verdict"):
+        table.add_column(column)
+    previous = ""
+    for report in reports:
+        mark, style = MARKS[report.verdict]
+        lesson = report.lesson if report.lesson != previous else ""
+        passed = sum(check.verdict == Verdict.PASSED for check in report.checks)
+        of = f" ({passed} of {len(report.checks)} checks)" if report.checks else ""
+        table.add_row(lesson, report.name, Text(f"{mark} {report.verdict}{of}", style=style))
+        previous = report.lesson
+    console.print(table)
+
+
+def summary(reports: Sequence[ExerciseReport], isolated: bool) -> str:
+    """The last line: how many passed, and what the score is worth."""
+    passed = sum(report.verdict == Verdict.PASSED for report in reports)
+    worth = "isolated run" if isolated else "formative: the ranks were not isolated"
+    return f"{passed} of {len(reports)} exercises passed ({worth})"
+
+
+def write_json(
+    path: Path, reports: Sequence[ExerciseReport], isolated: bool, settings: dict[str, Any]
+) -> None:
+    """Write the report for a machine."""
+    data = {
+        "format": "scale-by-hand report 1",
+        "isolated": isolated,
+        "score_is": "a grade, if a teacher owns this machine" if isolated else "formative",
+        "settings": settings,
+        "passed": sum(report.verdict == Verdict.PASSED for report in reports),
+        "total": len(reports),
+        "exercises": [asdict(report) for report in reports],
+    }
+    path.write_text(json.dumps(data, indent=2) + "\n")

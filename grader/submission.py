@@ -1,0 +1,134 @@
+"""Reads a submission as text: which exercises it defines, and which of them are still the stub. Runs nothing."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanogpt.implementation import Cell, read_cells
+
+from grader.launcher import Code
+
+COURSE_PACKAGES = ("nanogpt", "solutions", "grader", "torch", "lessons")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A notebook or `.py` file, as cells of source."""
+
+    path: Path
+    cells: tuple[Cell, ...]
+    module: str = ""
+    """Set for the course's own solutions: imported by this name instead of run from source."""
+    trusted: bool = False
+    definitions: dict[str, ast.AST] = field(default_factory=dict)
+    """Top-level name → its last definition; imports from the course or torch do not count."""
+    open_ended: bool = False
+    """It has an `import *`, so more names may exist than can be seen."""
+
+    def locate(self, file: str, line: int) -> str:
+        """Where code is, in the learner's words: "cell 3, line 7: `y = x`"; "" for others' code."""
+        for cell in self.cells:
+            if cell.label == file:
+                lines = cell.source.splitlines()
+                text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+                return f"{file}, line {line}: `{text}`" if text else f"{file}, line {line}"
+        inside = (
+            self.path.parent in Path(file).parents if file.endswith(".py") and not self.trusted else False
+        )
+        return f"{Path(file).name}, line {line}" if inside else ""
+
+    def code(self, skip: frozenset[str] = frozenset()) -> Code:
+        """What the ranks run; `skip` holds the sources of cells to leave out."""
+        cells = tuple(
+            (cell.label, cell.source) for cell in self.cells if not cell.error and cell.source not in skip
+        )
+        directory = str(self.path.parent.resolve())
+        return Code(
+            cells=cells, module=self.module, directory="" if self.trusted else directory, trusted=self.trusted
+        )
+
+    def broken_cells(self) -> list[str]:
+        """What is no Python, one sentence a cell."""
+        return [cell.error for cell in self.cells if cell.error]
+
+
+def read_submission(path: Path, *, module: str = "", trusted: bool = False) -> Submission:
+    """Read a notebook or `.py` file.
+
+    Raises:
+        ValueError: one sentence: no such file, not a notebook, not Python.
+    """
+    cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb"))
+    return from_cells(path, cells, module=module, trusted=trusted)
+
+
+def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted: bool = False) -> Submission:
+    """A submission from cells that have been read already."""
+    definitions: dict[str, ast.AST] = {}
+    open_ended = False
+    for cell in cells:
+        if cell.error:
+            continue
+        for name, node in _defined(ast.parse(cell.source).body):
+            if name == "*":
+                open_ended = True
+            else:
+                definitions[name] = node
+    return Submission(path, cells, module, trusted, definitions, open_ended)
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    for leaf in ast.walk(target):
+                        if isinstance(leaf, ast.Name):
+                            yield leaf.id, node
+            case ast.ImportFrom() if (node.module or "").split(".")[0] not in COURSE_PACKAGES:
+                for alias in node.names:
+                    yield alias.asname or alias.name, node
+            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
+                for part in ("body", "orelse", "finalbody"):
+                    yield from _defined(getattr(node, part, []))
+                for handler in getattr(node, "handlers", []):
+                    yield from _defined(handler.body)
+
+
+def is_untouched(node: ast.AST, given: ast.AST | None) -> bool:
+    """Whether a definition is what the lesson gave, or says nothing: `pass`, `...`, NotImplementedError."""
+    if given is not None and ast.dump(node) == ast.dump(given):
+        return True
+    if isinstance(node, ast.FunctionDef):
+        return _is_empty(node.body)
+    if isinstance(node, ast.ClassDef):
+        methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+        others = [
+            item for item in node.body if not isinstance(item, ast.FunctionDef) and not _says_nothing(item)
+        ]
+        return (
+            not others
+            and all(_is_empty(method.body) for method in methods)
+            and not node.bases[1:]
+            and (bool(methods) or not node.bases)
+        )
+    return False
+
+
+def _is_empty(body: list[ast.stmt]) -> bool:
+    return all(_says_nothing(statement) for statement in body)
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Raise(exc=ast.Name(id="NotImplementedError")):
+            return True
+        case ast.Raise(exc=ast.Call(func=ast.Name(id="NotImplementedError"))):
+            return True
+    return False

@@ -1,0 +1,89 @@
+"""The words of a verdict, and how a check ends with one."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """How a check, or a whole exercise, came out."""
+
+    PASSED = "passed"
+    WRONG = "wrong"
+    NOT_ATTEMPTED = "not attempted"
+    CRASHED = "crashed"
+    HUNG = "hung"
+    OUT_OF_MEMORY = "out of memory"
+    REFUSED = "refused"
+    GRADER_ERROR = "grader error"
+    SKIPPED = "skipped"
+    """Not looked at: an earlier check ended the run that this one needs, or the machine can not show it."""
+
+
+class CheckEnded(Exception):
+    """Ends a check with anything but a pass.
+
+    Args:
+        verdict: how it ended.
+        message: one sentence: what is wrong, on which rank, expected and actual.
+        cause: the likely cause.
+        help: the next step.
+        details: lines such as where every rank stood.
+    """
+
+    def __init__(
+        self, verdict: Verdict, message: str, cause: str = "", help: str = "", details: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+        self.message = message
+        self.cause = cause
+        self.help = help
+        self.details = details
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """One check of one exercise."""
+
+    name: str
+    sentence: str
+    """What holds when it passes: the check's docstring."""
+    verdict: Verdict
+    where: str = ""
+    """Such as "with 4 ranks"; "" where it passed everywhere."""
+    message: str = ""
+    cause: str = ""
+    help: str = ""
+    details: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Everything that the learner reads of it."""
+        return "\n".join([self.sentence, self.where, self.message, self.cause, self.help, *self.details])
+
+
+@dataclass(frozen=True)
+class ExerciseReport:
+    """One exercise."""
+
+    lesson: str
+    name: str
+    verdict: Verdict
+    checks: tuple[CheckReport, ...] = ()
+    message: str = ""
+    """Why there are no checks, where there are none."""
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+    """What was left out, such as world sizes that this machine has no GPUs for."""
+
+
+def combine(verdicts: list[Verdict]) -> Verdict:
+    """An exercise's verdict from those of its checks: the first that is worst."""
+    order = (
+        Verdict.GRADER_ERROR, Verdict.REFUSED, Verdict.OUT_OF_MEMORY, Verdict.HUNG, Verdict.CRASHED,
+        Verdict.NOT_ATTEMPTED, Verdict.WRONG,
+    )  # fmt: skip
+    for verdict in order:
+        if verdict in verdicts:
+            return verdict
+    return Verdict.PASSED if Verdict.PASSED in verdicts else Verdict.SKIPPED
