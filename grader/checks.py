@@ -250,7 +250,7 @@ class Trial:
         """Require equality of numbers, strings, or containers of them; of tensors, bit for bit."""
         if isinstance(expected, Tensor):
             self.close(what, actual, expected, help=help, rtol=0.0)
-        elif type(actual) is bool and type(expected) is not bool or not _equal(actual, expected):
+        elif (type(actual) is bool and type(expected) is not bool) or not _equal(actual, expected):
             raise CheckEnded(Verdict.WRONG, f"{what}: expected {expected!r}, got {actual!r}", "", help)
 
     def require(

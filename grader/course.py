@@ -10,11 +10,11 @@ from typing import Any
 
 import cloudpickle
 import jupytext
-from nanogpt.implementation import Cell, without_magics
 
 from grader.checks import REGISTRY, Exercise
 from grader.launcher import ROOT
 from grader.submission import from_cells
+from nanogpt.implementation import Cell, without_magics
 
 
 @dataclass(frozen=True)

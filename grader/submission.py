@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanogpt.implementation import Cell, read_cells
-
 from grader.launcher import Code
+from nanogpt.implementation import Cell, read_cells
 
 COURSE_PACKAGES = ("nanogpt", "solutions", "grader", "torch", "lessons")
 

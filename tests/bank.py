@@ -1,0 +1,56 @@
+"""The bank of mistakes: wrong implementations, kept as edits to the reference."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanogpt.implementation import Cell
+
+from grader.checks import Exercise
+from grader.course import Lesson, lessons
+from grader.judge import Settings, grade_exercise
+from grader.launcher import shared_launcher
+from grader.submission import Submission, from_cells
+from grader.verdicts import ExerciseReport
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One entry of a `solutions/<slug>.mistakes.toml`."""
+
+    lesson: Lesson
+    name: str
+    exercise: str
+    why: str
+    check: str
+    says: str
+    edits: tuple[tuple[str, str], ...]
+    tag: str = ""
+
+    def submission(self) -> Submission:
+        """The reference with the mistake in it, as the text of a `.py` file."""
+        source = self.lesson.solution.read_text()
+        for old, new in self.edits:
+            if source.count(old) != 1:
+                raise ValueError(f"{self.name}: its old text stands {source.count(old)} times in the reference:\n{old}")
+            source = source.replace(old, new)
+        return from_cells(Path(self.lesson.solution), (Cell(self.lesson.solution.name, source),), trusted=True)
+
+
+def mistakes() -> list[Mistake]:
+    """Every mistake of every lesson."""
+    found = []
+    for lesson in lessons():
+        path = lesson.solution.with_suffix(".mistakes.toml")
+        for entry in tomllib.loads(path.read_text())["mistake"] if path.exists() else []:
+            pairs = entry.pop("edits", None) or [{"old": entry.pop("old"), "new": entry.pop("new")}]
+            edits = tuple((pair["old"], pair["new"]) for pair in pairs)
+            found.append(Mistake(lesson=lesson, edits=edits, **entry))
+    return found
+
+
+def judge(submission: Submission, lesson: Lesson, exercise: Exercise, only_checks: tuple[str, ...] = ()) -> ExerciseReport:
+    """Grade one exercise of a submission in this process's own ranks."""
+    return grade_exercise(
+        exercise, lesson.name, submission.code(), shared_launcher(), Settings(seed=7), submission.locate, only_checks
+    )

@@ -1,0 +1,57 @@
+"""The reference passes everything, so do correct implementations of another structure; stubs are not attempted."""
+
+from pathlib import Path
+
+import pytest
+
+from grader.cli import _work
+from grader.course import Lesson, lessons
+from grader.judge import Settings, grade_submission
+from grader.launcher import shared_launcher
+from grader.submission import read_submission
+from grader.verdicts import Verdict
+from tests.bank import judge
+
+ALTERNATIVES = sorted((Path(__file__).parent / "alternatives").glob("*.py"))
+LESSONS = lessons()
+
+
+def failures(reports) -> str:
+    return "\n".join(
+        f"{report.name}: {check.text}" for report in reports for check in report.checks if check.verdict != Verdict.PASSED
+    )
+
+
+@pytest.mark.parametrize(
+    ("lesson", "name"), [(lesson, name) for lesson in LESSONS for name in lesson.exercises], ids=lambda x: getattr(x, "slug", x)
+)
+def test_reference_passes(lesson: Lesson, name: str) -> None:
+    exercise = lesson.exercises[name]
+    submission = read_submission(lesson.solution, module=f"solutions.{lesson.slug}", trusted=True)
+    if exercise.optional and name not in submission.definitions:
+        pytest.skip(f"{name} is graded where a submission defines it: see tests/alternatives")
+    report = judge(submission, lesson, exercise)
+    assert report.verdict == Verdict.PASSED, failures([report])
+    assert {check.verdict for check in report.checks} == {Verdict.PASSED}, failures([report])
+
+
+@pytest.mark.parametrize("path", ALTERNATIVES, ids=lambda path: path.stem)
+def test_other_structures_pass(path: Path) -> None:
+    """Not isolated and not trusted: graded as a learner's file is."""
+    ((submission, lesson),) = _work(str(path), ())
+    names = tuple(name for name in lesson.exercises if name in submission.definitions)
+    reports = grade_submission(submission, lesson, shared_launcher(), Settings(), names)
+    assert reports
+    assert {report.verdict for report in reports} == {Verdict.PASSED}, failures(reports)
+
+
+def test_every_lesson_has_another_structure() -> None:
+    slugs = {path.stem.partition("__")[0] for path in ALTERNATIVES}
+    assert {lesson.slug for lesson in LESSONS} <= slugs
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.slug)
+def test_untouched_notebook_is_not_attempted(lesson: Lesson) -> None:
+    reports = grade_submission(read_submission(lesson.notebook), lesson, shared_launcher(), Settings())
+    assert [report.name for report in reports] == [e.name for e in lesson.exercises.values() if not e.optional]
+    assert {report.verdict for report in reports} == {Verdict.NOT_ATTEMPTED}
