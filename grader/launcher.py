@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 from grader import plain
+from grader.by_value import by_value
 from grader.frames import receive_frame, send_frame
 from grader.isolation import isolated_command, why_not
 from grader.recording import Event, revive
@@ -127,7 +127,7 @@ class Launcher:
         }  # fmt: skip
         token = secrets.token_bytes(TOKEN_BYTES)
         order = {
-            "token": token, "probe": cloudpickle.dumps(probe) if probe else b"", "pickled": code.pickled,
+            "token": token, "probe": by_value(probe) if probe else b"", "pickled": code.pickled,
             "module": code.module, "cells": [list(cell) for cell in code.cells], "directory": code.directory,
             "labels": [label for label, _ in code.cells], "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
             "forbidden": [] if code.trusted else [str(ROOT / "solutions"), str(ROOT / "tests")],

@@ -1,15 +1,18 @@
 """`check` and `run_ranks`: the grader from a notebook cell."""
 
+import ast
 import difflib
 import inspect
-import io
+import linecache
+import os
 import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import cloudpickle
+from grader.by_value import by_value
+from grader.launcher import ROOT, Code, Limits, shared_launcher
 
 
 def check(definition: Any) -> None:
@@ -22,7 +25,6 @@ def check(definition: Any) -> None:
     """
     from grader.course import find_exercise, lessons
     from grader.judge import Settings, grade_exercise
-    from grader.launcher import Code, shared_launcher
     from grader.report import exercise_lines
     from grader.verdicts import ExerciseReport, Verdict
 
@@ -41,7 +43,7 @@ def check(definition: Any) -> None:
         )
     else:
         names = {name: definition, **_others(definition, exercise.uses)}
-        code = Code(pickled=_by_value(names))
+        code = Code(pickled=by_value(names), directory=os.getcwd())
         report = grade_exercise(exercise, lesson.name, code, shared_launcher(), Settings(), _locate)
     for line, _ in exercise_lines(report):
         print(line)
@@ -60,13 +62,12 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int = 4, timeout:
     Raises:
         RuntimeError: a rank raised, the ranks hung, or ran out of memory; the message says where each stood.
     """
-    from grader.launcher import Code, Limits, shared_launcher
     from grader.stories import ending
 
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: at least one is needed")
     limits = Limits(timeout=timeout, idle=5.0, memory_bytes=16 * 2**30)
-    arguments = [(_by_value((function, args)),)] * ranks
+    arguments = [(by_value((function, args)),)] * ranks
     report = shared_launcher().run(None, Code(trusted=True), arguments, limits=limits)
     for rank, state in enumerate(report.ranks):
         if state.output:
@@ -78,34 +79,6 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int = 4, timeout:
     return [state.result for state in report.ranks]
 
 
-def _by_value(value: Any) -> bytes:
-    """Pickle what a notebook defined, by value.
-
-    torch.distributed keeps a configuration module that no pickle takes; any function that says `dist` and
-    `.config` reaches it. It travels by name.
-    """
-    buffer = io.BytesIO()
-    pickler = cloudpickle.Pickler(buffer)
-    import torch.utils._config_module as config_module
-
-    by_name = {config_module.ConfigModule: _by_import}
-    pickler.dispatch_table = pickler.dispatch_table.new_child(by_name)
-    for kind in {type(m) for m in list(sys.modules.values()) if isinstance(m, config_module.ConfigModule)}:
-        by_name[kind] = _by_import
-    pickler.dump(value)
-    return buffer.getvalue()
-
-
-def _by_import(module: Any) -> tuple[Callable[[str], Any], tuple[str]]:
-    return _import, (module.__name__,)
-
-
-def _import(name: str) -> Any:
-    import importlib
-
-    return importlib.import_module(name)
-
-
 def _others(definition: Any, uses: tuple[str, ...]) -> dict[str, Any]:
     """The other exercises that a check needs, from where this one was defined."""
     module = sys.modules.get(getattr(definition, "__module__", ""))
@@ -113,8 +86,6 @@ def _others(definition: Any, uses: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _is_untouched(definition: Any, given: Any) -> bool:
-    import ast
-
     from grader.submission import is_untouched
 
     with suppress(OSError, TypeError, SyntaxError):
@@ -125,10 +96,6 @@ def _is_untouched(definition: Any, given: Any) -> bool:
 
 def _locate(file: str, line: int) -> str:
     """A line of the notebook, as its reader knows it."""
-    import linecache
-
-    from grader.launcher import ROOT
-
     if "site-packages" in file or "/lib/python" in file or file.startswith("<frozen"):
         return ""
     if file.startswith(
