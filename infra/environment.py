@@ -48,7 +48,7 @@ def main() -> None:
         python = Path(sys.executable) if can_install_here() else own_environment(over_active=True)
         if not is_ready(python):
             say(f"Using the torch of {sys.prefix}; installing the rest into {prefix_of(python)}")
-            pip(python, *requirements_without({"torch"}))
+            pip(python, *requirements(without={"torch"}))
             pip(python, "--no-deps", "-e", str(ROOT))
             if python.is_relative_to(OWN):  # else Jupyter would find the kernel of the environment below
                 run([str(python), "-m", "ipykernel", "install", "--sys-prefix"], "Adding Jupyter's kernel")
@@ -81,18 +81,24 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def requirements_without(names: set[str]) -> list[str]:
-    """Everything that pyproject.toml asks for, extras too, except these."""
-    lists = [project()["dependencies"], *project()["optional-dependencies"].values()]
-    wanted = [requirement for each in lists for requirement in each]
-    return [w for w in wanted if re.split(r"[^\w.-]", w)[0] not in names]
+def requirements(*, without: set[str], extras: bool = True) -> list[str]:
+    """What pyproject.toml asks for, except the packages of these names."""
+    wanted = list(project()["dependencies"])
+    if extras:
+        wanted += [w for extra in project()["optional-dependencies"].values() for w in extra]
+    return [w for w in wanted if re.split(r"[^\w.-]", w)[0] not in without]
+
+
+def older_than(version: str) -> str:
+    """The oldest torch that pyproject.toml allows, if this one is older; else nothing."""
+    minimum = next(r.partition(">=")[2] for r in project()["dependencies"] if r.startswith("torch>="))
+    numbers = [int(n) for n in re.findall(r"\d+", version)[:2]]
+    return minimum if numbers < [int(n) for n in minimum.split(".")] else ""
 
 
 def refuse_old_torch(version: str) -> None:
-    """End the process if the active environment's torch is older than pyproject.toml says."""
-    minimum = next(r.partition(">=")[2] for r in project()["dependencies"] if r.startswith("torch>="))
-    numbers = [int(n) for n in re.findall(r"\d+", version)[:2]]
-    if numbers < [int(n) for n in minimum.split(".")]:
+    """End the process if the active environment's torch is too old."""
+    if minimum := older_than(version):
         sys.exit(
             f"The active environment ({sys.prefix}) has torch {version}; the course needs {minimum} or "
             "newer. Update it, or deactivate that environment, or run `SCALE_BY_HAND_FRESH=1 make lab` for a "
@@ -114,9 +120,10 @@ def own_environment(*, over_active: bool) -> Path:
     """The Python of .venv, which is made if it is missing, broken, or of the other kind."""
     python = OWN / "bin" / "python"
     works = subprocess.run([str(python), "-c", "pass"]).returncode == 0 if python.exists() else False
-    settings = OWN / "pyvenv.cfg"
-    sees_below = settings.exists() and "include-system-site-packages = true" in settings.read_text()
-    if works and sees_below == over_active:
+    settings = (OWN / "pyvenv.cfg").read_text() if works else ""
+    sees_below = "include-system-site-packages = true" in settings
+    is_over_this = f"home = {Path(sys.executable).parent}\n" in settings
+    if works and sees_below == over_active and (is_over_this or not over_active):
         return python
     if over_active and sys.prefix != sys.base_prefix:
         sys.exit(f"Nothing can be installed into {sys.prefix}: it has no pip, or is not yours to write.")

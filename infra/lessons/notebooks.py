@@ -15,18 +15,20 @@ METADATA = "scale_by_hand"
 """Key of what the builder writes down for itself in a notebook's metadata."""
 
 COLAB_CELL = """\
-# On Google Colab this fetches the course. Anywhere else it does nothing.
+# On Google Colab this fetches the course and what it needs. Anywhere else it does nothing.
 import sys
 
 if "google.colab" in sys.modules:
-    import os
+    import pathlib
     import subprocess
 
     course = "/content/{folder}"
-    if not os.path.exists(course):
+    if not pathlib.Path(course).exists():
         subprocess.run(["git", "clone", "--quiet", "--depth=1", "{url}", course], check=True)
-    subprocess.run([sys.executable, f"{{course}}/infra/colab/install.py"], check=True)
-    sys.path.insert(0, course)"""
+    sys.path.insert(0, course)
+    from infra.colab.install import install
+
+    install()"""
 
 
 def learner_notebook(lesson: Lesson, repository: Repository) -> NotebookNode:

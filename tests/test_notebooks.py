@@ -1,0 +1,68 @@
+"""Every derived file is what its sources say; every solved notebook runs and prints what it stores."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from infra.lessons import build, derived, notebooks
+from infra.lessons.source import Lesson, discover
+
+ROOT = Path(__file__).parents[1]
+LESSONS = discover(ROOT)
+CELL_SECONDS = 300
+
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.slug for lesson in LESSONS])
+
+
+def test_nothing_derived_is_stale() -> None:
+    stale = [one for one in build.find_stale(ROOT, LESSONS) if not is_learners_work(one)]
+    assert not stale, "run `make lessons`:\n" + "\n".join(map(str, stale))
+
+
+@each_lesson
+def test_the_stubs_can_be_defined_without_the_answers(lesson: Lesson) -> None:
+    """The learner's setup and exercise cells run from top to bottom before anything is solved."""
+    notebook = notebooks.learner_notebook(lesson, derived.read_repository(ROOT))
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and "check" not in cell.metadata]
+    needed = [cell.source for cell in code if "demo" not in cell.metadata.get("tags", [])]
+    done = subprocess.run(
+        [sys.executable, "-"], input="\n\n".join(needed), capture_output=True, text=True, cwd=lesson.folder
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@each_lesson
+def test_every_check_of_the_solved_notebook_passed(lesson: Lesson) -> None:
+    for cell in nbformat.read(lesson.solved_notebook, as_version=4).cells:
+        if "check" in cell.metadata:
+            text = "".join(output.get("text", "") for output in cell.outputs)
+            assert "passed" in text.splitlines()[0], text
+
+
+@each_lesson
+@pytest.mark.slow
+@pytest.mark.xdist_group("notebooks")  # two at once on two cores would slow each other down
+def test_the_solved_notebook_prints_what_it_stores(lesson: Lesson) -> None:
+    """nbval runs it in a fresh kernel and compares the outputs, but for cells tagged nbval-ignore-output."""
+    command = [sys.executable, "-m", "pytest", "--nbval", str(lesson.solved_notebook), "-q", "--tb=short"]
+    command += ["--rootdir", str(ROOT), "-c", os.devnull, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["--nbval-cell-timeout", str(CELL_SECONDS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def is_learners_work(stale: build.Stale) -> bool:
+    """Whether this is a learner's notebook that is being filled in, and was right when it was committed."""
+    lesson = next((lesson for lesson in LESSONS if lesson.learner_notebook == stale.path), None)
+    if lesson is None or not build.is_edited(stale.path):
+        return False
+    committed = subprocess.run(
+        ["git", "show", f"HEAD:./{stale.path.name}"], cwd=stale.path.parent, capture_output=True, text=True
+    )
+    wanted = notebooks.as_text(notebooks.learner_notebook(lesson, derived.read_repository(ROOT)))
+    return committed.stdout == wanted
