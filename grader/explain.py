@@ -78,7 +78,7 @@ def is_close(actual: Tensor, expected: Tensor, rtol: float | None = None) -> boo
     tolerance = TOLERANCE.get(actual.dtype, 3e-5) if rtol is None else rtol
     expected = expected.double()
     largest = expected.abs().max().item()
-    scale = max(largest, 1e-3) if largest else 1.0
+    scale = max(largest, 1e-3) if largest else 0.03
     return bool((actual.double() - expected).abs().max() <= tolerance * scale)
 
 

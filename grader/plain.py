@@ -89,11 +89,14 @@ def _strip(value: Any, tensors: dict[str, Tensor], where: str, depth: int) -> An
 
 def _store(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        plain = torch.Tensor.as_subclass(tensor.detach(), Tensor)
-        if plain.layout != torch.strided or plain.is_quantized or plain.device.type == "meta":
-            raise NotPlainError(f"{where} is a {plain.layout} tensor on {plain.device}: return a dense one")
-        name = str(len(tensors))
-        tensors[name] = plain.cpu().contiguous().clone()
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise NotPlainError(f"{where} is a {tensor.layout} tensor on {tensor.device}: return a dense one")
+        try:
+            plain = torch.Tensor.as_subclass(tensor.detach(), Tensor).cpu().contiguous().clone()
+        except RuntimeError as error:
+            raise NotPlainError(f"{where} is a {type(tensor).__name__}: return a plain tensor") from error
+    name = str(len(tensors))
+    tensors[name] = plain
     return name
 
 

@@ -228,10 +228,13 @@ class Window:
             totals = self._recording.totals[self.mark_name]
             totals.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
             totals.last_compute = index
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._recording.largest_elements = max(self._recording.largest_elements, tensor.numel())
-                if self._memory and tensor.device.type != "meta":
+        tensors = _tensors(result)
+        for tensor in tensors:
+            self._recording.largest_elements = max(self._recording.largest_elements, tensor.numel())
+        if self._memory:
+            given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs)) if t.device.type != "meta"}
+            for tensor in tensors:
+                if tensor.device.type != "meta" and tensor.untyped_storage()._cdata not in given:
                     self._watch(tensor)
 
     def _watch(self, tensor: Tensor) -> None:

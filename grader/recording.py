@@ -8,6 +8,10 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
+MARK = "__recording__"
+"""The key that tells a recording from other dictionaries on the wire."""
+
+
 @dataclass(frozen=True)
 class Event:
     """One collective or message, as one rank started it."""
@@ -75,11 +79,11 @@ class Recording:
     """Elements of the largest tensor that an operation returned."""
 
     def to_plain(self) -> dict[str, Any]:
-        return {"recording": asdict(self)}
+        return {MARK: asdict(self)}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Recording":
-        fields = dict(plain["recording"])
+        fields = dict(plain[MARK])
         fields["events"] = [Event.from_plain(event) for event in fields["events"]]
         fields["totals"] = {name: Totals(**totals) for name, totals in fields["totals"].items()}
         return cls(**fields)
@@ -121,7 +125,7 @@ class Recording:
 def revive(value: Any) -> Any:
     """Turn the recordings inside a decoded result back into `Recording` objects."""
     if isinstance(value, dict):
-        if set(value) == {"recording"} and isinstance(value["recording"], dict):
+        if set(value) == {MARK}:
             return Recording.from_plain(value)
         return {key: revive(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

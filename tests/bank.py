@@ -32,9 +32,13 @@ class Mistake:
         source = self.lesson.solution.read_text()
         for old, new in self.edits:
             if source.count(old) != 1:
-                raise ValueError(f"{self.name}: its old text stands {source.count(old)} times in the reference:\n{old}")
+                raise ValueError(
+                    f"{self.name}: its old text stands {source.count(old)} times in the reference:\n{old}"
+                )
             source = source.replace(old, new)
-        return from_cells(Path(self.lesson.solution), (Cell(self.lesson.solution.name, source),), trusted=True)
+        return from_cells(
+            Path(self.lesson.solution), (Cell(self.lesson.solution.name, source),), trusted=True
+        )
 
 
 def mistakes() -> list[Mistake]:
@@ -49,8 +53,16 @@ def mistakes() -> list[Mistake]:
     return found
 
 
-def judge(submission: Submission, lesson: Lesson, exercise: Exercise, only_checks: tuple[str, ...] = ()) -> ExerciseReport:
+def judge(
+    submission: Submission, lesson: Lesson, exercise: Exercise, only_checks: tuple[str, ...] = ()
+) -> ExerciseReport:
     """Grade one exercise of a submission in this process's own ranks."""
     return grade_exercise(
-        exercise, lesson.name, submission.code(), shared_launcher(), Settings(seed=7), submission.locate, only_checks
+        exercise,
+        lesson.name,
+        submission.code(),
+        shared_launcher(),
+        Settings(seed=7),
+        submission.locate,
+        only_checks,
     )

@@ -17,7 +17,9 @@ def test_mistake_is_rejected_by_the_check_that_names_it(mistake: Mistake) -> Non
     exercise = mistake.lesson.exercises[mistake.exercise]
     assert mistake.check in [check.name for check in exercise.checks], f"no check is called {mistake.check}"
     report = judge(mistake.submission(), mistake.lesson, exercise, (mistake.check,))
-    rejected = [c for c in report.checks if c.verdict not in (Verdict.PASSED, Verdict.SKIPPED, Verdict.GRADER_ERROR)]
+    rejected = [
+        c for c in report.checks if c.verdict not in (Verdict.PASSED, Verdict.SKIPPED, Verdict.GRADER_ERROR)
+    ]
     text = "\n".join(check.text for check in report.checks)
     assert [check.name for check in rejected] == [mistake.check], f"survived: {text}"
     # What the check holds is said whether it fails or not: the promise is about the rest.

@@ -1,0 +1,115 @@
+"""The explainer names the fault: every kind of difference that DESIGN promises to tell apart."""
+
+import pytest
+import torch
+
+from grader.explain import compare, is_close
+
+torch.manual_seed(0)
+E4 = [torch.randn(4, 6) for _ in range(4)]
+
+
+def cause(actual, expected, **options) -> str:
+    difference = compare("the output", actual, expected, **options)
+    assert difference is not None
+    return difference.cause
+
+
+def test_equal_up_to_the_order_of_a_sum_is_no_difference() -> None:
+    x = torch.randn(1000, 8)
+    assert compare("the sum", [x.sum(0)], [x.flip(0).double().sum(0)]) is None
+    assert compare("the sum", [x.bfloat16().sum(0)], [x.double().sum(0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (4.0, "4 times what it should be, and that is the number of ranks"),
+        (0.25, "that is 1 / the number of ranks"),
+        (16.0, "the square of the number of ranks"),
+        (-1.0, "wrong sign"),
+        (0.5, "0.5 times"),
+    ],
+)
+def test_constant_factor(factor: float, words: str) -> None:
+    assert words in cause([factor * e for e in E4], E4)
+
+
+def test_factor_of_the_number_of_micro_batches() -> None:
+    assert "the number of micro-batches" in cause(
+        [3 * e for e in E4], E4, factors={"the number of micro-batches": 3}
+    )
+
+
+def test_permuted_ranks() -> None:
+    assert "rank 0 has rank 1's" in cause([E4[1], E4[0], E4[2], E4[3]], E4)
+    assert "every rank has what rank 2 should have" in cause([E4[2]] * 4, E4)
+
+
+def test_transposed() -> None:
+    square = torch.randn(5, 5)
+    assert "transposed" in cause([square.T], [square])
+    assert "transposed" in cause([E4[0].T], [E4[0]])
+
+
+def test_bias_missing_or_repeated() -> None:
+    assert "bias" in cause([E4[0] + torch.randn(6)], [E4[0]])
+
+
+def test_zero_nan_and_order() -> None:
+    assert "zero everywhere" in cause([torch.zeros(4, 6)], [E4[0]])
+    assert "NaN" in cause([E4[0] * float("nan")], [E4[0]])
+    assert "infinities" in cause([E4[0] / 0], [E4[0]])
+    assert "another order" in cause([E4[0].flip(0)], [E4[0]])
+
+
+def test_right_on_rank_0_alone() -> None:
+    noise = [torch.randn(4, 6) for _ in range(3)]
+    assert "right on rank 0 alone" in cause([E4[0], *noise], E4)
+
+
+def test_alternatives_come_first() -> None:
+    stale = [e * 0.5 for e in E4]
+    assert cause(stale, E4, alternatives={"stale by one step": stale}) == "stale by one step"
+
+
+def test_shapes_tell_the_whole_from_the_part() -> None:
+    assert "2 times too large" in cause([torch.zeros(8, 6)], [E4[0]])
+    assert "a part where the whole" in cause([torch.zeros(2, 6)], [E4[0]])
+
+
+@pytest.mark.parametrize("nothing", [None, 3.0, "text", [1.0]])
+def test_no_tensor_is_a_difference(nothing: object) -> None:
+    assert compare("the output", [nothing], [E4[0]]) is not None
+
+
+def test_the_message_names_rank_place_and_numbers() -> None:
+    actual = [e.clone() for e in E4]
+    actual[2][1, 3] += 1
+    difference = compare("the output", actual, E4)
+    assert difference is not None
+    assert difference.rank == 2
+    assert (
+        "on rank 2" in difference.message
+        and "[1, 3]" in difference.message
+        and "expected" in difference.message
+    )
+
+
+def test_nan_equals_nothing() -> None:
+    nan = torch.tensor([float("nan")])
+    assert not is_close(nan, nan)
+    assert compare("x", [nan], [nan]) is not None
+    assert not is_close(torch.tensor([float("inf")]), torch.tensor([1.0]))
+    assert is_close(torch.tensor([float("-inf"), 1.0]), torch.tensor([float("-inf"), 1.0]))
+
+
+def test_integers_are_exact_and_kinds_are_kept() -> None:
+    assert not is_close(torch.tensor([1, 2]), torch.tensor([1, 3]))
+    assert compare("x", [torch.tensor([1, 2])], [torch.tensor([1.0, 2.0])]) is not None
+
+
+def test_nothing_where_something_small_is_expected() -> None:
+    tiny = torch.full((3,), 1e-5)
+    assert not is_close(torch.zeros(3), tiny)
+    assert not is_close(tiny, torch.zeros(3))

@@ -1,0 +1,74 @@
+"""Plain data: everything that a probe may return survives the wire, and nothing else is let through."""
+
+import json
+import pickle
+import struct
+
+import pytest
+import torch
+
+from grader import plain
+
+
+def test_round_trip() -> None:
+    value = {
+        "t": torch.randn(3, 4).T, 1: [True, None, "ä", 2**70, -1.5], (1, 2): (torch.ones(()), b"\x00bytes"),
+        "empty": [torch.zeros(0, 3), {}, [], (), b""],
+    }  # fmt: skip
+    back = plain.decode(plain.encode(value))
+    assert back[1] == value[1]
+    assert torch.equal(back["t"], value["t"])
+    assert back[(1, 2)][1] == b"\x00bytes" and back[(1, 2)][0].shape == ()
+    assert back["empty"][0].shape == (0, 3) and back["empty"][1:] == [{}, [], (), b""]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int8, torch.complex64]
+)
+def test_dtypes(dtype: torch.dtype) -> None:
+    tensor = torch.ones(2, 2).to(dtype)
+    back = plain.decode(plain.encode(tensor))
+    assert back.dtype == dtype and torch.equal(back, tensor)
+
+
+def test_a_view_travels_as_itself_not_as_its_storage() -> None:
+    assert len(plain.encode(torch.zeros(1_000_000)[:2])) < 1000
+
+
+class Liar(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return True
+
+
+def test_a_tensor_subclass_travels_as_the_tensor_it_holds() -> None:
+    back = plain.decode(plain.encode(torch.ones(2).as_subclass(Liar)))
+    assert type(back) is torch.Tensor and torch.equal(back, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "thing", [object(), torch.nn.Linear(1, 1), {1, 2}, lambda: 0, torch.ones(2, 2).to_sparse()]
+)
+def test_what_is_not_plain_is_named(thing: object) -> None:
+    with pytest.raises(plain.NotPlainError, match=r"result\['layer'\]"):
+        plain.encode({"layer": thing})
+
+
+def test_a_list_that_holds_itself() -> None:
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(plain.NotPlainError, match="deeper"):
+        plain.encode(loop)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"short", pickle.dumps({"a": 1}), struct.pack("<Q", 1 << 40) + b"{}",
+        struct.pack("<Q", 2) + b"[}", struct.pack("<Q", 14) + json.dumps({"tensor": "9"}).encode(),
+        plain.encode({"a": torch.ones(4)})[:-3],
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a complete record"):
+        plain.decode(data)

@@ -1,0 +1,135 @@
+"""The recorder sees every door to communication, and what it counts is what happened."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grader.launcher import Code, Limits, RunReport, shared_launcher
+from grader.recording import Recording
+
+NOTHING = Code(cells=(("empty.py", ""),), trusted=True)
+
+
+def on_ranks(probe, *arguments, ranks: int = 2, **options) -> RunReport:
+    report = shared_launcher().run(probe, NOTHING, [arguments] * ranks, limits=Limits(), **options)
+    assert report.ended == "complete", [(rank.status, rank.error) for rank in report.ranks]
+    return report
+
+
+def doors(rank):
+    """Every way to sum four numbers, and to pass them on."""
+    group, x = rank.group, torch.ones(4)
+    other = 1 - rank.rank
+    with rank.record() as recording:
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group, async_op=True).wait()
+        group.allreduce([x]).wait()
+        group._get_backend(torch.device("cpu")).allreduce([x]).wait()
+        dist._functional_collectives.all_reduce(x, "sum", group).wait()
+        dist.all_gather([torch.zeros(4) for _ in range(2)], x, group=group)
+        dist.reduce_scatter(torch.zeros(2), list(x.chunk(2)), group=group)
+        dist.broadcast(x, 0, group=group)
+        dist.all_to_all_single(torch.zeros(4), x, group=group)
+        operations = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.zeros(4), other)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        sending = dist.isend(x, other)
+        dist.recv(torch.zeros(4), other)
+        sending.wait()
+        dist.barrier(group=group)
+    return {"recording": recording}
+
+
+def test_every_door_is_seen() -> None:
+    for rank in on_ranks(doors).ranks:
+        recording: Recording = rank.result["recording"]
+        assert recording.kinds() == [
+            *["all_reduce"] * 5, "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv", "send", "recv",
+        ]  # fmt: skip
+        assert recording.count("barrier") == 1
+        assert [event.op for event in recording.select("all_reduce")] == ["SUM", "MAX", "", "", "SUM"]
+        assert [event.asynchronous for event in recording.select("all_reduce")][:2] == [False, True]
+        assert recording.bytes("all_reduce") == 5 * 16
+        assert recording.bytes("all_gather") == 32 and recording.bytes("reduce_scatter") == 16
+        assert recording.bytes("send") == 32
+        assert all(event.group == (0, 1) for event in recording.events)
+
+
+def sums_and_memory(rank, x):
+    weight = torch.randn(64, 64, requires_grad=True)
+    with rank.record(saved=True, memory=True, ignore=[weight]) as recording:
+        hidden = (x @ weight).relu()
+        recording.mark("kept")
+        loss = hidden.sum()
+        recording.mark("backward begins")
+        loss.backward()
+        del hidden, loss
+    return {"recording": recording}
+
+
+def test_flops_and_bytes() -> None:
+    recording = (
+        on_ranks(sums_and_memory, torch.randn(8, 64), ranks=1, distributed=False).ranks[0].result["recording"]
+    )
+    product = 2 * 8 * 64 * 64
+    assert recording.flops("") == product
+    assert recording.flops("backward begins") == product  # the weight's gradient; x needs none
+    # relu keeps its result, the product keeps x; the weight itself is left out
+    assert recording.saved_bytes == 8 * 64 * 4 + 8 * 64 * 4
+    assert recording.alive("kept") == 8 * 64 * 4
+    assert recording.alive("end") == 64 * 64 * 4
+    assert recording.peak_bytes >= 64 * 64 * 4 + 8 * 64 * 4
+
+
+def overlapped(rank):
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def send(parameter):
+        dist.all_reduce(parameter.grad, group=rank.group)
+
+    second.weight.register_post_accumulate_grad_hook(send)
+    loss = second(first(torch.ones(2, 8))).sum()
+    with rank.record() as recording:
+        recording.mark("backward begins")
+        loss.backward()
+    return {"recording": recording}
+
+
+def test_order_of_communication_against_backward() -> None:
+    recording = on_ranks(overlapped).ranks[0].result["recording"]
+    assert recording.events[0].index < recording.last_compute("backward begins")
+
+
+def test_the_learners_line_is_named() -> None:
+    source = "import torch.distributed as dist\n\ndef f(x, group):\n    dist.all_reduce(x, group=group)\n"
+
+    def probe(rank):
+        with rank.record() as recording:
+            rank.submission.f(torch.ones(2), rank.group)
+        return {"recording": recording}
+
+    code = Code(cells=(("cell 3", source),), trusted=True)
+    report = shared_launcher().run(probe, code, [()] * 2, limits=Limits())
+    event = report.ranks[0].result["recording"].events[0]
+    assert (event.file, event.line) == ("cell 3", 4)
+
+
+def test_a_group_without_world_rank_0() -> None:
+    report = on_ranks(doors_of_a_subgroup, world_size=3)
+    assert [event.group for event in report.ranks[1].result["recording"].events] == [(1, 2)]
+
+
+def doors_of_a_subgroup(rank):
+    x = torch.full((2,), float(rank.rank + 1))
+    with rank.record() as recording:
+        dist.all_reduce(x, group=rank.group)
+    return {"recording": recording, "x": x}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_are_what_they_say(ranks: int) -> None:
+    def probe(rank):
+        return [rank.rank, rank.num_ranks, dist.get_rank(), dist.get_world_size(), str(rank.device)]
+
+    report = on_ranks(probe, ranks=ranks)
+    assert [r.result for r in report.ranks] == [[r, ranks, r, ranks, "cpu"] for r in range(ranks)]
