@@ -4,9 +4,11 @@ It stands on Linux namespaces through `unshare`, `mount` and `setpriv` of util-l
 system has. Run as a script it is the step between: inside the new namespaces, before the fork server.
 """
 
+import ctypes
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -15,6 +17,10 @@ import sys
 from pathlib import Path
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+KEPT_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": 8, "noatime": 1 << 10, "relatime": 1 << 21}
+FRESH_BYTES = 1 << 30
+"""Room in each of the two folders that can be written: /tmp and /dev/shm."""
 
 
 def isolated_command(command: list[str], hidden: list[Path], visible: list[Path]) -> list[str]:
@@ -54,16 +60,16 @@ def why_not() -> str:
 def enter(plan: dict) -> None:
     """Inside the namespaces: raise loopback, lay the mounts, drop every capability, become the command."""
     _raise_loopback()
-    _mount("--make-rprivate", "/")
+    _mount("/", flags=MS_REC | MS_PRIVATE)
     kept = [(path, os.open(path, os.O_PATH)) for path in plan["visible"] if path.startswith("/tmp/")]
     for fresh in ("/tmp", "/dev/shm"):
-        _mount("-t", "tmpfs", "-o", "mode=1777,nosuid,nodev", "none", fresh)
+        _mount(fresh, "tmpfs", flags=MS_NOSUID | MS_NODEV, options=f"mode=1777,size={FRESH_BYTES}")
     for path, descriptor in kept:
         os.makedirs(path, exist_ok=True)
-        _mount("--bind", f"/proc/self/fd/{descriptor}", path)
+        _mount(path, f"/proc/self/fd/{descriptor}", MS_BIND)
     for folder in plan["hidden"]:
         if os.path.isdir(folder):
-            _mount("-t", "tmpfs", "-o", "size=4k,nosuid,nodev", "none", folder)
+            _mount(folder, "tmpfs", flags=MS_NOSUID | MS_NODEV, options="size=4k")
     _make_read_only()
     drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"]
     os.execvp(drop[0], [*drop, *plan["command"]])
@@ -80,15 +86,19 @@ def _make_read_only() -> None:
     """Remount all but the fresh folders read-only, keeping each mount's other flags (the kernel insists)."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
-        point, options = fields[4].replace("\\040", " "), fields[5].split(",")
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         if point in ("/tmp", "/dev/shm") or point.startswith(("/proc", "/dev", "/sys")):
             continue
-        flags = [flag for flag in options if flag in ("nosuid", "nodev", "noexec", "noatime", "relatime")]
-        _mount("-o", ",".join(["remount", "bind", "ro", *flags]), point)
+        kept = sum(KEPT_FLAGS.get(option, 0) for option in fields[5].split(","))
+        _mount(point, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
 
-def _mount(*arguments: str) -> None:
-    subprocess.run(["mount", *arguments], check=True)
+def _mount(target: str, source: str = "none", flags: int = 0, options: str = "") -> None:
+    """The system call itself: `mount` the program would look up what a descriptor's path is called now."""
+    kind = source if source == "tmpfs" else "none"
+    arguments = (source.encode(), target.encode(), kind.encode(), flags, options.encode())
+    if ctypes.CDLL(None, use_errno=True).mount(*arguments) != 0:
+        sys.exit(f"the mount on {target} failed: {os.strerror(ctypes.get_errno())}")
 
 
 if __name__ == "__main__":
