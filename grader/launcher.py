@@ -196,6 +196,7 @@ class Launcher:
         theirs.close()
         ready, _, _ = select.select([ours], [], [], 120)
         if not ready or ours.recv(5) != b"ready":
+            ours.close()
             self._server.kill()
             message = self._server.stderr.read().decode(errors="replace") if self._server.stderr else ""
             raise CannotGradeError(f"the rank server did not start: {message.strip() or 'no answer'}")
