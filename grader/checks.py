@@ -248,7 +248,8 @@ class Trial:
 
     def equal(self, what: str, actual: Any, expected: Any, help: str = "") -> None:
         """Require equality of numbers, strings, or containers of them; of tensors, bit for bit."""
-        if isinstance(expected, Tensor):
+        by_rank = isinstance(expected, list | tuple) and any(isinstance(item, Tensor) for item in expected)
+        if isinstance(expected, Tensor) or by_rank:
             self.close(what, actual, expected, help=help, rtol=0.0)
         elif (type(actual) is bool and type(expected) is not bool) or not _equal(actual, expected):
             raise CheckEnded(Verdict.WRONG, f"{what}: expected {expected!r}, got {actual!r}", "", help)

@@ -136,7 +136,7 @@ def _hang(
         what = f"the ranks had not finished after {limits.timeout:g} seconds and were stopped"
     else:
         what = f"deadlock: no rank moved for {limits.idle:g} seconds"
-    parted = disagreement(ranks, locate, name) or _unmatched(ranks, locate)
+    parted = _outside(ranks, locate, name) or disagreement(ranks, locate, name) or _unmatched(ranks, locate)
     if parted:
         return CheckEnded(Verdict.HUNG, f"{what}; {parted.message}", parted.cause, parted.help, places)
     return CheckEnded(
@@ -145,6 +145,21 @@ def _hang(
         help="Every rank must reach every collective of its group, in the same order.",
         details=places,
     )
+
+
+def _outside(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded | None:
+    """A collective on more ranks than the group that was given: the others will never come."""
+    for r, rank in enumerate(ranks):
+        for event in rank.events:
+            if set(event.group) - set(name.group):
+                return CheckEnded(
+                    Verdict.WRONG,
+                    f"rank {r} called {_event(event, locate)} on {len(event.group)} ranks, "
+                    f"where its group has {len(ranks)}",
+                    "the group is not passed on: without `group=` a call means the whole world",
+                    "Pass group=group to every call of torch.distributed.",
+                )
+    return None
 
 
 def _standing(rank: RankReport, locate: Locate) -> str:
