@@ -28,8 +28,8 @@ class Wrong:
     call: tuple
     given: Any
     true: float
-    before: float | None
-    """What was true for the call before this one."""
+    earlier: tuple[float, ...]
+    """What was true for the calls before this one."""
 
 
 class Answers:
@@ -53,13 +53,13 @@ class Answers:
 
     def wrong(self, key: str, where: Callable[..., bool], tolerance: float) -> list[Wrong]:
         """The calls that `where` selects whose answer is wrong; `key` picks from dictionaries."""
-        found, before = [], None
+        found, earlier = [], []
         for call, given, true in zip(self.calls, self.given, self.true, strict=True):
             expected = true[key] if isinstance(true, dict) else true
             value = given.get(key) if isinstance(given, dict) else given
             if where(*call) and not same(value, expected, tolerance):
-                found.append(Wrong(call, value, expected, before))
-            before = expected
+                found.append(Wrong(call, value, expected, tuple(earlier)))
+            earlier.append(expected)
         return found
 
 
@@ -125,10 +125,10 @@ def explain(
     for text, change in alterations.items():
         if all_are(altered(change)):
             return text
-    if all_are(w.before for w in wrong):
-        return "this is the answer to the call before: something is remembered between calls"
     if len(wrong) > 2 and all_are([wrong[0].given] * len(wrong)):
         return "the same number for different arguments: compute it from them"
+    if all(any(same(w.given, true, tolerance) for true in w.earlier) for w in wrong):
+        return "these are answers to earlier calls: something is remembered between calls"
     for factor, text in (
         (2, "twice"),
         (3, "three times"),
