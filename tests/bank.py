@@ -2,14 +2,13 @@
 
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 from nanogpt.implementation import Cell
 
 from grader.checks import Exercise
 from grader.course import Lesson, lessons
 from grader.judge import Settings, grade_exercise
-from grader.launcher import shared_launcher
+from grader.launcher import ROOT, shared_launcher
 from grader.submission import Submission, from_cells
 from grader.verdicts import ExerciseReport
 
@@ -26,19 +25,20 @@ class Mistake:
     says: str
     edits: tuple[tuple[str, str], ...]
     tag: str = ""
+    base: str = ""
+    """What the edits apply to, as a path in the repository; "" is the reference."""
 
     def submission(self) -> Submission:
         """The reference with the mistake in it, as the text of a `.py` file."""
-        source = self.lesson.solution.read_text()
+        path = ROOT / self.base if self.base else self.lesson.solution
+        source = path.read_text()
         for old, new in self.edits:
             if source.count(old) != 1:
                 raise ValueError(
-                    f"{self.name}: its old text stands {source.count(old)} times in the reference:\n{old}"
+                    f"{self.name}: its old text stands {source.count(old)} times in {path.name}:\n{old}"
                 )
             source = source.replace(old, new)
-        return from_cells(
-            Path(self.lesson.solution), (Cell(self.lesson.solution.name, source),), trusted=True
-        )
+        return from_cells(path, (Cell(path.name, source),), trusted=True)
 
 
 def mistakes() -> list[Mistake]:
