@@ -165,9 +165,8 @@ def stamp_of(python: Path) -> Path:
 
 def fingerprint() -> str:
     """What an environment is made from; it also differs between two clones that share one."""
-    sources = (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    return f"{digest} {ROOT}\n"
+    sources = f"{project()} {CONSTRAINTS.read_text()} {Path(__file__).read_text()}"
+    return f"{hashlib.sha256(sources.encode()).hexdigest()} {ROOT}\n"
 
 
 def is_ready(python: Path) -> bool:

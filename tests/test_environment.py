@@ -10,6 +10,7 @@ import pytest
 
 from infra import environment
 from infra.colab import install as colab
+from infra.lessons import notebooks
 
 ROOT = Path(__file__).parents[1]
 
@@ -115,3 +116,29 @@ def test_colab_says_that_its_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(colab.importlib.metadata, "version", lambda _: "2.9.0+cu126")
     with pytest.raises(RuntimeError, match="choose the latest version"):
         colab.install()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what Colab clones is a git repository")
+def test_the_colab_cell_clones_and_installs(tmp_path: Path) -> None:
+    """Run as Colab would, with this clone as the address and a pip that only writes down its arguments."""
+    cell = notebooks.COLAB_CELL.format(url=ROOT.as_uri(), folder="course")
+    program = f"""
+import subprocess, sys, types
+real = subprocess.run
+def run(command, **options):
+    if "pip" not in command:
+        return real(command, **options)
+    print("pip", *command[4:])
+    return subprocess.CompletedProcess(command, 0, stderr="")
+subprocess.run = run
+sys.modules["google.colab"] = types.ModuleType("google.colab")
+for _ in range(2):  # a learner runs the cell again
+    exec({cell.replace("/content", str(tmp_path))!r}, {{}})
+import infra
+print(infra.__path__[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"pip --quiet --no-deps -e {tmp_path}/course" in lines
+    assert lines[-1] == f"{tmp_path}/course/infra"

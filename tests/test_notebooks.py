@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
 import nbformat
 import pytest
 
@@ -54,6 +55,29 @@ def test_the_solved_notebook_prints_what_it_stores(lesson: Lesson) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@each_lesson
+@pytest.mark.slow
+@pytest.mark.xdist_group("notebooks")
+def test_the_learners_notebook_runs_before_anything_is_solved(lesson: Lesson) -> None:
+    """A cell that needs an unsolved exercise says so; no other fails, and every check is "not attempted"."""
+    notebook = notebooks.learner_notebook(lesson, derived.read_repository(ROOT))
+    nbclient.execute(
+        notebook,
+        cwd=str(lesson.folder),
+        timeout=CELL_SECONDS,
+        allow_errors=True,
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+    )
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                assert "NotImplementedError" in output.ename + output.evalue, (
+                    f"{cell.source}\n{output.evalue}"
+                )
+        if "check" in cell.metadata:
+            assert "not attempted" in cell.outputs[0].text.splitlines()[0], cell.outputs[0]
 
 
 def is_learners_work(stale: build.Stale) -> bool:
