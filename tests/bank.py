@@ -3,14 +3,13 @@
 import tomllib
 from dataclasses import dataclass
 
-from nanogpt.implementation import Cell
-
 from grader.checks import Exercise
 from grader.course import Lesson, lessons
 from grader.judge import Settings, grade_exercise
 from grader.launcher import ROOT, shared_launcher
 from grader.submission import Submission, from_cells
 from grader.verdicts import ExerciseReport
+from nanogpt.implementation import Cell
 
 
 @dataclass(frozen=True)
