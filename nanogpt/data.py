@@ -110,11 +110,11 @@ def _documents(dataset: Dataset, openwebtext_parts: int) -> Iterator[corpus.Docu
 def read_token_file(path: Path) -> np.ndarray | None:
     """The tokens of a file, memory-mapped; None when it is missing, cut short, changed or another format."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file:  # one open file throughout: another process may replace it meanwhile
             magic, count, digest = _HEADER.unpack(file.read(_HEADER.size))
-        if magic != _MAGIC or count == 0 or path.stat().st_size != _HEADER.size + 2 * count:
-            return None
-        tokens = np.memmap(path, dtype="<u2", mode="r", offset=_HEADER.size, shape=(count,))
+            if magic != _MAGIC or count == 0 or os.fstat(file.fileno()).st_size != _HEADER.size + 2 * count:
+                return None
+            tokens = np.memmap(file, dtype="<u2", mode="r", offset=_HEADER.size, shape=(count,))
     except (OSError, ValueError, struct.error):
         return None
     return tokens if hashlib.sha256(tokens).digest() == digest else None

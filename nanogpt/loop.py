@@ -125,13 +125,11 @@ class Trainer:
         rate = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        num_micro = config.gradient_accumulation_steps
         total = torch.zeros((), device=self.place.device)
-        for micro in range(num_micro):
-            rows = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
-            is_last = micro == num_micro - 1
-            with contextlib.nullcontext() if is_last else self.parallel.accumulating(module):
-                loss = self._loss(idx[rows], targets[rows]) / num_micro
+        *others, last = self._micro_batches()
+        for rows in (*others, last):
+            with contextlib.nullcontext() if rows == last else self.parallel.accumulating(module):
+                loss = self._loss(idx[rows], targets[rows]) / config.gradient_accumulation_steps
                 loss.backward()
             total += loss.detach()
         self.parallel.synchronize(module)
@@ -147,10 +145,17 @@ class Trainer:
         self.module.eval()
         total = torch.zeros((), device=self.place.device)
         for number in range(self.config.eval_batches):
-            idx, targets = self._batch(self.micro_batch_size, number, validation=True)
-            total += self._loss(idx, targets)
+            idx, targets = self._batch(self.config.batch_size, number, validation=True)
+            for rows in self._micro_batches():
+                total += self._loss(idx[rows], targets[rows])
         self.module.train()
-        return (self.parallel.mean_loss(total) / self.config.eval_batches).item()
+        count = self.config.eval_batches * self.config.gradient_accumulation_steps
+        return (self.parallel.mean_loss(total) / count).item()
+
+    def _micro_batches(self) -> list[slice]:
+        """The rows of each micro-batch of a batch."""
+        starts = range(0, self.config.batch_size, self.micro_batch_size)
+        return [slice(start, start + self.micro_batch_size) for start in starts]
 
     def _batch(self, batch_size: int, step: int, validation: bool = False) -> tuple[Tensor, Tensor]:
         """The same batch on every rank: tokens and next tokens, (b, s) each."""

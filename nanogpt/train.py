@@ -109,9 +109,10 @@ def process_group(config: TrainConfig, store: dist.Store | None):
     """
     if store is None:
         if config.parallel is not None:
+            options = f"--parallel {config.parallel} --implementation {config.implementation}"
             raise ValueError(
                 "--parallel needs ranks, which torchrun starts: torchrun --nproc-per-node 2 "
-                f"-m nanogpt.train --parallel {config.parallel} --implementation {config.implementation}"
+                f"-m nanogpt.train {'--resume' if config.resume else options}"
             )
         yield Place(device=_device(config.device, 0, 1))
         return

@@ -1,0 +1,187 @@
+"""Techniques found by name, and training on real ranks under torchrun."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from nanogpt.metrics import read_metrics
+from nanogpt.parallel import Parallel, find_parallel
+from nanogpt.train import main
+from tests.test_nanogpt_training import OPTIONS
+
+TECHNIQUES = """
+from nanogpt.parallel import Parallel
+
+class Split(Parallel):
+    exercise = "{exercise}"
+
+    def share(self, tensor):
+        return tensor.tensor_split(self.group.size())[self.group.rank()]
+
+PARALLEL = {{"{name}": Split}}
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of techniques with one module that cannot be imported."""
+    folder = tmp_path / "techniques_to_find"
+    folder.mkdir()
+    (folder / "splitting.py").write_text(TECHNIQUES.format(name="split", exercise="Split"))
+    (folder / "other.py").write_text(TECHNIQUES.format(name="other", exercise=""))
+    (folder / "zz_broken.py").write_text("import does_not_exist")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("techniques_to_find")]:
+        monkeypatch.delitem(sys.modules, name)
+    return "techniques_to_find"
+
+
+def test_found_by_name_and_no_more_imported_than_needed(package: str) -> None:
+    adapter, module = find_parallel("other", package)
+    assert issubclass(adapter, Parallel)
+    assert module.__name__ == "techniques_to_find.other"
+    assert "techniques_to_find.splitting" not in sys.modules
+    assert find_parallel("split", package)[0].exercise == "Split"
+
+
+def test_unknown_name_lists_the_known_and_the_broken(package: str) -> None:
+    with pytest.raises(ValueError, match=r"known are: other, split; .*zz_broken \(ModuleNotFoundError"):
+        find_parallel("nope", package)
+    with pytest.raises(ValueError, match="which Python does not find"):
+        find_parallel("nope", "no_such_package_anywhere")
+
+
+def test_shares_are_counted_by_asking(package: str) -> None:
+    class Group:
+        def rank(self) -> int:
+            return 1
+
+        def size(self) -> int:
+            return 4
+
+    assert find_parallel("split", package)[0](None, Group()).num_shares(4) == 4
+    assert Parallel().num_shares(4) == 1
+
+
+def torchrun(*options: str, ranks: int = 2, folder: Path) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    return subprocess.run(
+        [*start, "-m", "nanogpt.train", *OPTIONS, "--cache", str(folder / "cache"), *options],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def losses(run: Path) -> list[float]:
+    return [
+        record.get("loss", record.get("validation_loss")) for record in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def learners_notebook(path: Path, body: str) -> Path:
+    """A notebook as a learner has it, with a gradient average of their own, or a stub."""
+    cells = [
+        "import torch, torch.distributed as dist\nfrom torch import nn\nfrom grader import check, run_ranks",
+        "def shard_batch(tensor, group):\n    return tensor.tensor_split(group.size())[group.rank()]",
+        "check(shard_batch)",
+        f"""
+class DataParallel(nn.Module):
+    def __init__(self, module, group):
+        super().__init__()
+        self.module, self.group = module, group
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def no_sync(self):
+        import contextlib
+        return contextlib.nullcontext()
+
+    def finish_gradient_synchronization(self):
+        {body}
+""",
+        "run_ranks(no_such_name)",
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), path)
+    return path
+
+
+AVERAGE = """for parameter in self.module.parameters():
+            dist.all_reduce(parameter.grad, group=self.group)
+            parameter.grad /= self.group.size()"""
+
+
+def test_two_ranks_with_a_learners_notebook_learn_what_one_rank_learns(tmp_path: Path) -> None:
+    assert main([*OPTIONS, "--cache", str(tmp_path / "cache"), "--out-dir", str(tmp_path / "one")]) == 0
+    path = learners_notebook(tmp_path / "mine.ipynb", AVERAGE)
+    done = torchrun(
+        "--parallel", "data_parallel", "--implementation", str(path),
+        "--gradient-accumulation-steps", "2", "--out-dir", str(tmp_path / "two"), folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4, atol=0)
+    assert done.stdout.count("parameters") == 1  # rank 0 alone prints
+    assert len(list((tmp_path / "two").glob("checkpoints/step-00000008/rank-*.pt"))) == 2
+
+
+def test_unfinished_exercise_is_one_sentence_from_one_rank(tmp_path: Path) -> None:
+    path = learners_notebook(tmp_path / "mine.ipynb", 'raise NotImplementedError("about 3 lines")')
+    done = torchrun("--parallel", "data_parallel", "--implementation", str(path), folder=tmp_path)
+    said = [line for line in done.stderr.splitlines() if "is not finished" in line]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "error: the exercise finish_gradient_synchronization in mine.ipynb, cell 4, line"
+    )
+    assert said[0].endswith("is not finished (about 3 lines)")
+    assert "exitcode  : 2" in done.stderr
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that `torchrun --nproc-per-node 1` gives, without its seconds."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--parallel", "nope"], "no such technique in the package 'solutions'; known are: data_parallel"),
+        (["--parallel", "data_parallel", "--implementation", "missing.ipynb"], "there is no such file"),
+        (["--parallel", "data_parallel", "--implementation", "empty.py"], "does not define DataParallel"),
+        (
+            ["--parallel", "data_parallel", "--implementation", "failed.ipynb"],
+            "cell 1, line 1 failed with NameError",
+        ),
+        (["--parallel", "data_parallel", "--implementation", "broken.py"], "line 1"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_sentence(
+    options: list[str], says: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("empty.py").touch()
+    Path("broken.py").write_text("def f(:")
+    failed = nbformat.v4.new_code_cell("class DataParallel(undefined):\n    pass")
+    nbformat.write(nbformat.v4.new_notebook(cells=[failed]), "failed.ipynb")
+    try:
+        assert main([*OPTIONS, *options]) == 2
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert says in told
