@@ -240,7 +240,10 @@ class Trial:
         rtol: float | None = None,
         factors: Mapping[str, float] | None = None,
     ) -> None:
-        """Require floating point tensors to be equal up to the order of sums; `actual`, `expected` one or a list by rank."""
+        """Require tensors to be equal up to the order of sums.
+
+        `actual` and `expected` are one tensor or a list by rank; the rest is as for `explain.compare`.
+        """
         actuals, expecteds = self._by_rank(actual, expected)
         difference = compare(what, actuals, expecteds, alternatives, rtol, factors)
         if difference is not None:

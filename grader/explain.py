@@ -1,4 +1,4 @@
-"""Says how tensors differ: by which factor, in which order, on which rank, and what the learner probably did."""
+"""Says how tensors differ: by which factor, in which order, on which rank, and the likely cause."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -104,9 +104,9 @@ def _shape_cause(actual: object, expected: Tensor) -> str:
     if actual.dim() == expected.dim():
         ratios = [a / e for a, e in zip(actual.shape, expected.shape, strict=True) if a != e and e]
         if len(ratios) == 1 and ratios[0] > 1 and ratios[0].is_integer():
-            return f"it is {int(ratios[0])} times too large in one dimension: the whole where a part is expected?"
+            return f"one dimension is {int(ratios[0])} times too large: the whole where a part is expected?"
         if len(ratios) == 1 and ratios[0] and (1 / ratios[0]).is_integer():
-            return f"it is {round(1 / ratios[0])} times too small in one dimension: a part where the whole is expected?"
+            return f"one dimension is {round(1 / ratios[0])} times too small: a part where the whole is expected?"
     return ""
 
 

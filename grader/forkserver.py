@@ -1,4 +1,4 @@
-"""A process that has torch imported and forks a supervisor for every run, so that ranks start in milliseconds.
+"""A process with torch imported that forks a supervisor for every run: ranks start in milliseconds.
 
 Started by grader.launcher as `python -m grader.forkserver FD`. It never loads a submission and never starts
 a thread; runs are handed over as one end of a socket pair each.

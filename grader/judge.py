@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -119,6 +120,8 @@ def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tupl
     if settings.device != "cuda":
         return layouts, ()
     count = torch.cuda.device_count()
+    if count == 0:
+        raise CannotGradeError("this machine has no CUDA GPU that torch can use: leave the device at cpu")
     possible = [layout for layout in layouts if layout.world_size <= count]
     if len(possible) == len(layouts):
         return layouts, ()
@@ -153,6 +156,6 @@ def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return CheckReport(
         check.name, check.sentence, Verdict.GRADER_ERROR, str(trial.layout),
-        f"the check itself failed: {type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})",
-        help="This is a fault of the grader, or the result had a form that it did not expect. Please report it.",
+        f"the check itself failed: {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})",
+        help="This is a fault of the grader, or the result had a form that it did not expect: please report it.",
     )  # fmt: skip

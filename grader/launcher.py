@@ -129,7 +129,8 @@ class Launcher:
         order = {
             "token": token, "probe": by_value(probe) if probe else b"", "pickled": code.pickled,
             "module": code.module, "cells": [list(cell) for cell in code.cells], "directory": code.directory,
-            "labels": [label for label, _ in code.cells], "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
+            "labels": [label for label, _ in code.cells],
+            "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
             "forbidden": [] if code.trusted else [str(ROOT / "solutions"), str(ROOT / "tests")],
             "delay_seed": delay_seed,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Brings a submission to life inside a rank: runs its cells, or unpickles what a notebook has sent by value."""
+"""Brings a submission to life inside a rank: runs its cells, or unpickles what a notebook sent by value."""
 
 import importlib
 import linecache

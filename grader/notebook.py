@@ -15,10 +15,14 @@ from grader.by_value import by_value
 from grader.launcher import ROOT, Code, Limits, shared_launcher
 
 
-def check(definition: Any) -> None:
+def check(definition: Any, device: str = "cpu") -> None:
     """Grade one exercise: `check(ColumnParallelLinear)`, in the cell after its definition.
 
     The definition travels by value to fresh processes, one a rank; the verdict is printed, a line per check.
+
+    Args:
+        definition: the class or function; it is found in the course by its name.
+        device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
 
     Raises:
         ValueError: the course has no exercise of that name.
@@ -44,12 +48,16 @@ def check(definition: Any) -> None:
     else:
         names = {name: definition, **_others(definition, exercise.uses)}
         code = Code(pickled=by_value(names), directory=os.getcwd())
-        report = grade_exercise(exercise, lesson.name, code, shared_launcher(), Settings(), _locate)
+        report = grade_exercise(
+            exercise, lesson.name, code, shared_launcher(), Settings(device=device), _locate
+        )
     for line, _ in exercise_lines(report):
         print(line)
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, ranks: int = 4, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *args: Any, ranks: int = 4, timeout: float = 120.0, device: str = "cpu"
+) -> list[Any]:
     """Run `function(*args)` on ranks, each a process of its own, and return each rank's result, in order.
 
     Inside, `torch.distributed` is initialised: `dist.get_rank()` tells the rank. A result is plain data:
@@ -58,6 +66,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int = 4, timeout:
     Args:
         ranks: how many.
         timeout: seconds until the ranks are stopped; a deadlock is noticed earlier.
+        device: "cpu" (gloo) or "cuda" (NCCL; `torch.cuda.current_device()` is then this rank's GPU).
 
     Raises:
         RuntimeError: a rank raised, the ranks hung, or ran out of memory; the message says where each stood.
@@ -68,7 +77,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, ranks: int = 4, timeout:
         raise ValueError(f"ranks={ranks}: at least one is needed")
     limits = Limits(timeout=timeout, idle=5.0, memory_bytes=16 * 2**30)
     arguments = [(by_value((function, args)),)] * ranks
-    report = shared_launcher().run(None, Code(trusted=True), arguments, limits=limits)
+    report = shared_launcher().run(None, Code(trusted=True), arguments, limits=limits, device=device)
     for rank, state in enumerate(report.ranks):
         if state.output:
             print(textwrap.indent(state.output.rstrip("\n"), f"[rank {rank}] "))

@@ -83,7 +83,8 @@ def _strip(value: Any, tensors: dict[str, Tensor], where: str, depth: int) -> An
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return _strip(value.item(), tensors, where, depth + 1)
     raise NotPlainError(
-        f"{where} is a {type(value).__name__}: return tensors, numbers, strings, or lists, tuples and dicts of these"
+        f"{where} is a {type(value).__name__}: "
+        "return tensors, numbers, strings, or lists, tuples and dicts of these"
     )
 
 

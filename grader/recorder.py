@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _place(self) -> tuple[str, int, str]:
-        """The learner's innermost line on the stack, and the reduction that `torch.distributed` was asked for."""
+        """The learner's innermost line on the stack, and the reduction that was asked for."""
         op = ""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

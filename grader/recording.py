@@ -1,10 +1,11 @@
-"""What was recorded on one rank, as plain data: communication, FLOPs and bytes, in the order they happened."""
+"""What was recorded on one rank, as plain data: communication, FLOPs and bytes, in order."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+    "barrier",
 )  # fmt: skip
 
 
@@ -19,7 +20,7 @@ class Event:
     kind: str
     """A name of COLLECTIVES, or "send" or "recv"."""
     num_bytes: int
-    """Bytes of the whole tensor: the gathered one for all_gather, the input for reduce_scatter and all_to_all."""
+    """Of the whole tensor: the gathered one for all_gather, the input for reduce_scatter and all_to_all."""
     num_elements: int
     dtype: str
     """Such as "float32"; "" where no tensor travels."""

@@ -1,4 +1,4 @@
-"""Tells what happened in a run that did not end well: who failed first, where every rank stood, where they parted."""
+"""Tells what happened in a run that did not end well: who failed first, where each rank stood."""
 
 import re
 from collections import Counter, defaultdict
@@ -186,7 +186,7 @@ def _in_torch(stack: str) -> bool:
 
 
 def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded | None:
-    """The first collective of a group that its ranks did not call alike: another kind, reduction, dtype or size.
+    """The first collective of a group that its ranks did not call alike: kind, reduction, dtype or size.
 
     Nothing in torch notices a SUM that meets a MAX, or a float that meets a double: the result is garbage.
     """
@@ -206,10 +206,10 @@ def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> C
             missing = [name.rank(r) for r in group if len(by_rank.get(r, [])) <= position and r in name.group]
             if missing and any(ranks[r].status == "running" for r in calls):
                 r, event = next(iter(calls.items()))
-                who = ", ".join(map(str, missing))
+                who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 return CheckEnded(
                     Verdict.WRONG,
-                    f"rank {r} called {_event(event, locate)}, and rank{'s' if len(missing) > 1 else ''} {who} never did",
+                    f"rank {r} called {_event(event, locate)}, and {who} never did",
                     help="A collective returns only when every rank of its group has called it.",
                 )
     return None
@@ -230,7 +230,7 @@ def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
         Verdict.WRONG,
         f"the ranks parted: rank {first} called {_event(calls[first], locate)}, "
         f"rank {second} called {_event(calls[second], locate)}",
-        help="All ranks of a group must call the same collectives, in the same order, with the same kind of tensor.",
+        help="All ranks of a group must call the same collectives, in the same order, on the same kind of tensor.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads a submission as text: which exercises it defines, and which of them are still the stub. Runs nothing."""
+"""Reads a submission as text: which exercises it defines, and which are still the stub. Runs nothing."""
 
 import ast
 from collections.abc import Iterator

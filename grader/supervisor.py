@@ -1,7 +1,7 @@
-"""Keeps one run: forks its ranks, holds the clock and the limits, gathers what they send, leaves nothing behind.
+"""Keeps one run: forks its ranks, holds the clock and the limits, gathers what they send, leaves nothing.
 
-It runs in a process of its own between the judge and the ranks, never loads a submission, and does not rely on
-any rank's cooperation: what it can not get in time it does without.
+It runs in a process of its own between the judge and the ranks, never loads a submission, and does not rely
+on any rank's cooperation: what it can not get in time it does without.
 """
 
 import ctypes

@@ -50,7 +50,7 @@ class Guard:
             raise RefusedError(self._violation)
 
     def verify(self) -> None:
-        """Raises RefusedError when the submission read the reference or replaced something of torch or the grader."""
+        """Raises RefusedError when the submission read the reference or replaced a tool it is measured with."""
         if self._violation:
             raise RefusedError(self._violation)
         for place, before in self._before:
