@@ -104,9 +104,9 @@ def _shape_cause(actual: object, expected: Tensor) -> str:
     if actual.dim() == expected.dim():
         ratios = [a / e for a, e in zip(actual.shape, expected.shape, strict=True) if a != e and e]
         if len(ratios) == 1 and ratios[0] > 1 and ratios[0].is_integer():
-            return f"one dimension is {int(ratios[0])} times too large: the whole where a part is expected?"
+            return f"one dimension is {int(ratios[0])} times too large: the whole, not a part?"
         if len(ratios) == 1 and ratios[0] and (1 / ratios[0]).is_integer():
-            return f"one dimension is {round(1 / ratios[0])} times too small: a part where the whole is expected?"
+            return f"one dimension is {round(1 / ratios[0])} times too small: a part, not the whole?"
     return ""
 
 

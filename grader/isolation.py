@@ -36,14 +36,27 @@ def isolated_command(command: list[str], hidden: list[Path], visible: list[Path]
         "visible": [str(path.resolve()) for path in visible],
     }
     return [
-        *_UNSHARE, sys.executable, "-I", str(Path(__file__).resolve()), json.dumps(plan),
-    ]  # fmt: skip
+        *_UNSHARE,
+        sys.executable,
+        "-I",
+        str(Path(__file__).resolve()),
+        json.dumps(plan),
+    ]
 
 
 _UNSHARE = (
-    "unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child",
-    "--mount-proc", "--",
-)  # fmt: skip
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "--net",
+    "--pid",
+    "--ipc",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "--",
+)
 
 
 def why_not() -> str:

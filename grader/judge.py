@@ -140,9 +140,14 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
             check.function(trial)
         except CheckEnded as end:
             return replace(
-                report, verdict=end.verdict, where=str(trial.layout), message=end.message, cause=end.cause,
-                help=end.help, details=end.details,
-            )  # fmt: skip
+                report,
+                verdict=end.verdict,
+                where=str(trial.layout),
+                message=end.message,
+                cause=end.cause,
+                help=end.help,
+                details=end.details,
+            )
         except CannotGradeError:
             raise
         except Exception as error:
@@ -155,7 +160,10 @@ def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:
     """A check that fails by itself: our fault, kept apart from the learner's."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return CheckReport(
-        check.name, check.sentence, Verdict.GRADER_ERROR, str(trial.layout),
-        f"the check itself failed: {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})",
-        help="This is a fault of the grader, or the result had a form that it did not expect: please report it.",
-    )  # fmt: skip
+        check.name,
+        check.sentence,
+        Verdict.GRADER_ERROR,
+        str(trial.layout),
+        f"the check itself failed ({Path(last.filename).name}:{last.lineno}): {type(error).__name__}: {error}",
+        help="This is a fault of the grader, or the result had an unexpected form: please report it.",
+    )

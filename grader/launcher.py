@@ -1,5 +1,6 @@
 """The judge's side of a run: starts the fork server once, hands it runs, and reads back plain data."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -121,19 +122,28 @@ class Launcher:
         world_size = world_size or num_ranks
         group = list(range(world_size - num_ranks, world_size))
         header = {
-            "world_size": world_size, "group": group, "distributed": distributed, "device": device,
-            "timeout": limits.timeout, "idle": limits.idle, "memory_bytes": limits.memory_bytes,
+            "world_size": world_size,
+            "group": group,
+            "distributed": distributed,
+            "device": device,
+            "timeout": limits.timeout,
+            "idle": limits.idle,
+            "memory_bytes": limits.memory_bytes,
             "max_processes": limits.max_processes,
-        }  # fmt: skip
+        }
         token = secrets.token_bytes(TOKEN_BYTES)
         order = {
-            "token": token, "probe": by_value(probe) if probe else b"", "pickled": code.pickled,
-            "module": code.module, "cells": [list(cell) for cell in code.cells], "directory": code.directory,
+            "token": token,
+            "probe": by_value(probe) if probe else b"",
+            "pickled": code.pickled,
+            "module": code.module,
+            "cells": [list(cell) for cell in code.cells],
+            "directory": code.directory,
             "labels": [label for label, _ in code.cells],
             "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
             "forbidden": [] if code.trusted else [str(ROOT / "solutions"), str(ROOT / "tests")],
             "delay_seed": delay_seed,
-        }  # fmt: skip
+        }
         orders = []
         for world_rank in range(world_size):
             mine = arguments[world_rank - group[0]] if world_rank in group else ()
@@ -160,8 +170,15 @@ class Launcher:
                 return summary, [receive_frame(ours)[1] for _ in orders]
             except (OSError, ValueError):
                 self.close()
-                lost = {"status": "dead", "error": None, "events": [], "exit_code": None, "stack": "", "output": "",
-                        "ended_at": None}  # fmt: skip
+                lost = {
+                    "status": "dead",
+                    "error": None,
+                    "events": [],
+                    "exit_code": None,
+                    "stack": "",
+                    "output": "",
+                    "ended_at": None,
+                }
                 return {"ended": "lost", "seconds": 0.0, "ranks": [lost] * len(orders)}, [b""] * len(orders)
 
     def _hand_over(self, end: socket.socket) -> None:
@@ -187,13 +204,22 @@ class Launcher:
             ]
             command = isolated_command(command, list(self._hidden), visible)
         environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg",
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MPLBACKEND": "Agg",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
+        }
         self._server = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         theirs.close()
         ready, _, _ = select.select([ours], [], [], 120)
         if not ready or ours.recv(5) != b"ready":
@@ -215,10 +241,8 @@ class Launcher:
             if self._control is not None:
                 self._control.close()
             if self._server is not None:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._server.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
                 self._server.wait()
                 if self._server.stderr:
                     self._server.stderr.close()

@@ -269,11 +269,22 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 _BACKEND_METHODS = {
-    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "allgather": "all_gather",
-    "_allgather_base": "all_gather", "allgather_coalesced": "all_gather", "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather",
-    "scatter": "scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all", "send": "send", "recv": "recv",
-}  # fmt: skip
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "send": "send",
+    "recv": "recv",
+}
 
 
 def watch_backends(recorder: Recorder) -> None:

@@ -4,9 +4,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
     "barrier",
-)  # fmt: skip
+)
 
 
 MARK = "__recording__"

@@ -230,7 +230,7 @@ def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
         Verdict.WRONG,
         f"the ranks parted: rank {first} called {_event(calls[first], locate)}, "
         f"rank {second} called {_event(calls[second], locate)}",
-        help="All ranks of a group must call the same collectives, in the same order, on the same kind of tensor.",
+        help="All ranks must call the same collectives, in the same order, on the same kind of tensor.",
     )
 
 
@@ -249,9 +249,11 @@ def _unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None
             )
             cause = "every rank sends before any of them receives" if stuck else ""
             return CheckEnded(
-                Verdict.WRONG, f"rank {r} called {_event(event, locate)}, and rank {event.peer} never received it", cause,
+                Verdict.WRONG,
+                f"rank {r} called {_event(event, locate)}, and rank {event.peer} never received it",
+                cause,
                 help="Start the receive before waiting for the send: isend and irecv, then wait for both.",
-            )  # fmt: skip
+            )
     for (source, r), count in receives.items():
         if count > 0:
             return CheckEnded(

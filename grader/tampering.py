@@ -24,10 +24,31 @@ class Guard:
         from grader import frames, loading, measure, plain, recorder, recording, worker
 
         places: list[Any] = [
-            builtins, gc, os, time, torch, torch.Tensor, torch._C._distributed_c10d.ProcessGroup, torch.nn.functional,
-            torch.nn.Module, torch.autograd, torch.optim.Optimizer, dist, dist.distributed_c10d, frames, loading, measure,
-            plain, recorder, recorder.Recorder, recorder.Window, recording, recording.Recording, worker, worker.Rank,
-        ]  # fmt: skip
+            builtins,
+            gc,
+            os,
+            time,
+            torch,
+            torch.Tensor,
+            torch._C._distributed_c10d.ProcessGroup,
+            torch.nn.functional,
+            torch.nn.Module,
+            torch.autograd,
+            torch.optim.Optimizer,
+            dist,
+            dist.distributed_c10d,
+            frames,
+            loading,
+            measure,
+            plain,
+            recorder,
+            recorder.Recorder,
+            recorder.Window,
+            recording,
+            recording.Recording,
+            worker,
+            worker.Rank,
+        ]
         self._before = [(place, _callables(place)) for place in places]
         self._violation = ""
         self._forbidden: tuple[str, ...] = ()
@@ -50,7 +71,7 @@ class Guard:
             raise RefusedError(self._violation)
 
     def verify(self) -> None:
-        """Raises RefusedError when the submission read the reference or replaced a tool it is measured with."""
+        """Raises RefusedError when the submission read the reference or replaced a tool."""
         if self._violation:
             raise RefusedError(self._violation)
         for place, before in self._before:

@@ -80,9 +80,14 @@ class ExerciseReport:
 def combine(verdicts: list[Verdict]) -> Verdict:
     """An exercise's verdict from those of its checks: the first that is worst."""
     order = (
-        Verdict.GRADER_ERROR, Verdict.REFUSED, Verdict.OUT_OF_MEMORY, Verdict.HUNG, Verdict.CRASHED,
-        Verdict.NOT_ATTEMPTED, Verdict.WRONG,
-    )  # fmt: skip
+        Verdict.GRADER_ERROR,
+        Verdict.REFUSED,
+        Verdict.OUT_OF_MEMORY,
+        Verdict.HUNG,
+        Verdict.CRASHED,
+        Verdict.NOT_ATTEMPTED,
+        Verdict.WRONG,
+    )
     for verdict in order:
         if verdict in verdicts:
             return verdict
