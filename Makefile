@@ -13,7 +13,7 @@ help:
 	@echo "make grade     grade your work                    ARGS='PATH' for one notebook or .py file"
 	@echo "make test      prove the course                   ARGS='-k name', JOBS=2"
 	@echo "make lessons   build the notebooks                LESSON=08, FORCE=1"
-	@echo "make bench     measure speed                      BENCH=tests/bench/bench_NAME.py"
+	@echo "make bench     measure speed                      BENCH=tests/bench/NAME.py"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with"
 
 lab: # Jupyter refuses to run as root, which is who you are on most pods
@@ -29,6 +29,6 @@ test: # two workers fit two cores; whole notebooks run one at a time
 lessons:
 	@$(ENVIRONMENT) && "$$python" -m infra.lessons $(LESSON) $(if $(FORCE),--force)
 
-BENCH ?= $(sort $(wildcard tests/bench/bench_*.py))
+BENCH ?= $(sort $(wildcard tests/bench/*.py))
 bench: # each is a script that prints what it measures
 	@$(ENVIRONMENT) && for script in $(BENCH); do echo "== $$script" && "$$python" $$script $(ARGS) || exit; done

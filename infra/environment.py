@@ -98,7 +98,8 @@ def older_than(version: str) -> str:
 
 def refuse_old_torch(version: str) -> None:
     """End the process if the active environment's torch is too old."""
-    if minimum := older_than(version):
+    minimum = older_than(version)
+    if minimum:
         sys.exit(
             f"The active environment ({sys.prefix}) has torch {version}; the course needs {minimum} or "
             "newer. Update it, or deactivate that environment, or run `SCALE_BY_HAND_FRESH=1 make lab` for a "

@@ -370,6 +370,27 @@ def test_an_exercise_that_stands_twice_is_named(lesson: Lesson) -> None:
         build.build_lesson(lesson, say=quiet)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def average(numbers):\n    return", "def mean(numbers):\n    return", "does not define average"),
+        ("    return total(numbers)  #", "    return total(  #", "can not read the program of average"),
+        ("```python\nfrom", '```python tags=["demo"]\nfrom', "must be the setup cell"),
+    ],
+)
+def test_a_wrong_fence_is_named(lesson: Lesson, old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    lesson.text_path.write_text(TEXT.replace(old, new))
+    with pytest.raises(LessonError, match=message):
+        build.build_lesson(lesson, say=quiet)
+
+
+def test_nothing_is_hidden_from_who_repairs_a_broken_program(lesson: Lesson) -> None:
+    lesson.solution_path.write_text(SOLUTION.replace("def average", "SCALE = 2\n\n\ndef average"))
+    with pytest.raises(LessonError, match="would not see the code"):
+        build.build_lesson(lesson, say=quiet)
+
+
 def test_a_missing_solution_is_named(lesson: Lesson) -> None:
     lesson.solution_path.unlink()
     with pytest.raises(LessonError, match=r"adding_up\.py:1: missing"):

@@ -1,5 +1,6 @@
 """The set-up: which Python it chooses, what it installs, and what it says when it can not."""
 
+import ast
 import importlib
 import re
 import subprocess
@@ -56,6 +57,10 @@ def test_an_old_python_ends_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     with pytest.raises(SystemExit, match=r"Python 3\.9 .* is too old: the course needs 3\.11"):
         importlib.reload(environment)
+
+
+def test_an_old_python_can_read_as_far_as_that_sentence() -> None:
+    ast.parse(Path(environment.__file__).read_text(), feature_version=(3, 6))
 
 
 def test_a_python_without_venv_ends_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Finds the lessons and reads lesson.md: the cells of a lesson before they become notebooks."""
 
+import ast
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -67,7 +68,14 @@ class Lesson:
     def cells(self) -> list[Cell]:
         """The cells of lesson.md, each exercise of the solution once. Raises LessonError."""
         cells = read_cells(self.text)
+        first = next((cell for cell in cells if cell.kind == "code"), None)
+        if first is None or first.exercise or first.tags:
+            message = "the first ```python fence must be the setup cell: imports, no tag"
+            raise LessonError(self.text_path, 1, message)
         self._compare_exercises(cells)
+        for cell in cells:
+            if cell.exercise and cell.source:
+                self._examine_broken_program(cell)
         return cells
 
     @cached_property
@@ -109,6 +117,23 @@ class Lesson:
             if name not in counts:
                 message = f'{name} has no cell: add ```python exercise="{name}" to {self.text_path}'
                 raise LessonError(self.solution_path, exercise.line, message)
+
+    def _examine_broken_program(self, cell: Cell) -> None:
+        """A find-the-bug cell stands alone: it defines its exercise, and nothing else is shown with it."""
+        line = self.line_of(cell.exercise)
+        try:
+            body = ast.parse(cell.source).body
+        except SyntaxError as error:
+            message = f"Python can not read the program of {cell.exercise}: {error.msg}"
+            raise LessonError(self.text_path, line + (error.lineno or 1), message) from error
+        if cell.exercise not in [getattr(node, "name", "") for node in body]:
+            raise LessonError(self.text_path, line, f"the program does not define {cell.exercise}")
+        exercise = self.exercises[cell.exercise]
+        if len(ast.parse(exercise.stub).body) > 1:
+            message = (
+                f"{cell.exercise} is a broken program: the learner would not see the code right above it"
+            )
+            raise LessonError(self.solution_path, exercise.line, message)
 
 
 def discover(root: Path) -> list[Lesson]:
