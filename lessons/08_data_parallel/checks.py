@@ -1,4 +1,4 @@
-"""What lesson 08 grades: shares of a batch, equal weights, averaged gradients, buckets that overlap with backward."""
+"""What lesson 08 grades: shares of a batch, equal weights, mean gradients, buckets sent in backward."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from grader.checks import Trial, check, exercise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
 GRADIENT_BYTES = 1024  # of one layer of `chain`
@@ -20,10 +20,13 @@ exercise(
     world_sizes=(2, 1, 4, 3),
     subgroup=True,
     hints=(
-        "Every rank has the whole batch already: nothing travels. What does a rank need to know to choose its rows?",
-        "group.rank() and group.size() are this rank's number in the group and the number of ranks. Some b do not divide: "
+        "Every rank has the whole batch already: nothing travels. What does a rank need to know to choose "
+        "its rows?",
+        "group.rank() and group.size() are this rank's number in the group and the number of ranks. Some b "
+        "do not divide: "
         "give the first b % n ranks one row more.",
-        "torch.chunk makes fewer pieces than you asked for when b is small; look at its neighbours in the documentation.",
+        "torch.chunk makes fewer pieces than you asked for when b is small; look at its neighbours in the "
+        "documentation.",
     ),
 )
 exercise(
@@ -31,8 +34,10 @@ exercise(
     world_sizes=(2, 1, 4),
     subgroup=True,
     hints=(
-        "state_dict() leaves some buffers out and names tied weights twice. model.parameters() and model.buffers() do neither.",
-        "dist.broadcast writes into the tensor that it is given, so the Parameter objects can stay. Autograd does not "
+        "state_dict() leaves some buffers out and names tied weights twice. model.parameters() and "
+        "model.buffers() do neither.",
+        "dist.broadcast writes into the tensor that it is given, so the Parameter objects can stay. "
+        "Autograd does not "
         "allow that on a leaf: hand over tensor.detach(), which shares its memory.",
         "src= counts ranks of the world. group_src= counts ranks of the group.",
     ),
@@ -43,9 +48,11 @@ exercise(
     subgroup=True,
     hints=(
         "model.parameters() names a tied weight once. The gradient stands in parameter.grad.",
-        "An all-reduce needs every rank. If one rank leaves a parameter out because its gradient is None, who answers the "
+        "An all-reduce needs every rank. If one rank leaves a parameter out because its gradient is None, "
+        "who answers the "
         "ranks that have one?",
-        "requires_grad is the same on every rank; grad being None is not. Decide by the first, and fill in zeros.",
+        "requires_grad is the same on every rank; grad being None is not. Decide by the first, and fill in "
+        "zeros.",
     ),
 )
 exercise(
@@ -53,11 +60,14 @@ exercise(
     world_sizes=(2, 1, 4),
     subgroup=True,
     hints=(
-        "Start with buckets as lists of parameters, made once in the constructor, and a hook that counts which gradients of "
+        "Start with buckets as lists of parameters, made once in the constructor, and a hook that counts "
+        "which gradients of "
         "a bucket are there. parameter.register_post_accumulate_grad_hook(hook) calls hook(parameter).",
-        "Send with async_op=True and keep the work object: finish_gradient_synchronization() waits for it, and only then "
+        "Send with async_op=True and keep the work object: finish_gradient_synchronization() waits for it, "
+        "and only then "
         "puts the means back.",
-        "A bucket that is full must not leave before the bucket in front of it: the ranks' hooks may fire in different "
+        "A bucket that is full must not leave before the bucket in front of it: the ranks' hooks may fire "
+        "in different "
         "orders, the all-reduces may not. What stays back because of an unused parameter leaves in finish.",
     ),
 )
@@ -67,8 +77,10 @@ exercise(
     subgroup=True,
     hints=(
         "Read the report of the hang: which rank stands in the all-reduce, and where is the other one?",
-        "A rank may leave the function only if all ranks leave it. How does a rank learn what the others saw?",
-        "One more all-reduce, of one number, before the decision. Which reduction answers 'is it finite everywhere'?",
+        "A rank may leave the function only if all ranks leave it. How does a rank learn what the others "
+        "saw?",
+        "One more all-reduce, of one number, before the decision. Which reduction answers 'is it finite "
+        "everywhere'?",
     ),
 )
 
@@ -155,7 +167,8 @@ def cut(rank: Any, batches: list[Tensor]) -> dict:
     with rank.record() as recording:
         shares = [rank.submission.shard_batch(batch, rank.group) for batch in batches]
     same = all(torch.equal(a, b) for a, b in zip(before, batches, strict=True))
-    return {"shares": [s.clone() for s in shares], "unchanged": same, "recording": recording}
+    copies = [s.clone() if isinstance(s, Tensor) else None for s in shares]
+    return {"shares": copies, "unchanged": same, "recording": recording}
 
 
 def observe_shares(trial: Trial) -> SimpleNamespace:
@@ -197,9 +210,11 @@ def require_rows(trial: Trial, seen: SimpleNamespace) -> None:
     """Shares are whole rows."""
     for r, result in enumerate(seen.results):
         for share, size in zip(result["shares"], seen.sizes, strict=False):
+            trial.require(share is not None, "shard_batch did not return a tensor", rank=r)
             trial.require(
                 share.dim() == 2 and share.shape[1] == 3,
-                f"of a batch of shape ({size}, 3) rank {r} got {tuple(share.shape)}: dimension 0 is the one to cut",
+                f"of a batch of shape ({size}, 3) rank {r} got {tuple(share.shape)}: dimension 0 is the one "
+                "to cut",
                 help="Keep rows whole: cut along dim 0 and leave the other dimensions alone.",
                 rank=r,
             )
@@ -215,7 +230,7 @@ def shares_are_disjoint_and_complete(trial: Trial) -> None:
 
 @check("shard_batch")
 def batches_that_do_not_divide_lose_no_row(trial: Trial) -> None:
-    """A batch that does not divide by n: every row is on exactly one rank, and shares differ by at most one row."""
+    """A batch that does not divide: every row is on exactly one rank, shares differ by at most one row."""
     seen = trial.once(observe_shares)
     require_rows(trial, seen)
     for i in range(1, len(seen.sizes)):
@@ -229,8 +244,13 @@ def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
     require_rows(trial, seen)
     first = [(result["shares"][0][:, 0] // 10) for result in seen.results]
     expected = [seen.targets[rows] for rows in first]
-    trial.close("the share of a (b, 3, 2) tensor of the same batch", [r["shares"][-1] for r in seen.results], expected,
-                rtol=0.0, help="Which rows a rank takes may depend on its rank, on n and on b, and on nothing else.")  # fmt: skip
+    trial.close(
+        "the share of a (b, 3, 2) tensor of the same batch",
+        [r["shares"][-1] for r in seen.results],
+        expected,
+        rtol=0.0,
+        help="Which rows a rank takes may depend on its rank, on n and on b, and on nothing else.",
+    )
 
 
 @check("shard_batch")
@@ -282,8 +302,13 @@ def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
             alternatives["the sum of all ranks' values"] = torch.stack(starts).sum(0)
         if trial.num_ranks == 1:
             alternatives = {}
-        trial.close(f"{name} after the broadcast", by_rank(seen.results, kind, name), starts[0],
-                    alternatives=alternatives, help="Broadcast it from the group's rank 0, in place.")  # fmt: skip
+        trial.close(
+            f"{name} after the broadcast",
+            by_rank(seen.results, kind, name),
+            starts[0],
+            alternatives=alternatives,
+            help="Broadcast it from the group's rank 0, in place.",
+        )
 
 
 @check("broadcast_parameters")
@@ -320,7 +345,8 @@ def parameter_objects_stay(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         trial.require(
             not result["replaced"],
-            f"these are new Parameter objects: {result['replaced']}. An optimizer made before would train the old ones",
+            f"these are new Parameter objects: {result['replaced']}. An optimizer made before would train "
+            "the old ones",
             help="Write into the tensors: broadcast into parameter.detach(), or copy_ under torch.no_grad().",
             rank=r,
         )
@@ -345,7 +371,8 @@ def every_tensor_is_sent_once(trial: Trial) -> None:
                 if "all_gather" in result["recording"].kinds()
                 else "something went twice"
             ),
-            help="One broadcast for each tensor. model.parameters() names a tied weight once, state_dict() twice.",
+            help="One broadcast for each tensor. model.parameters() names a tied weight once, state_dict() "
+            "twice.",
             rank=r,
         )
 
@@ -465,8 +492,12 @@ def a_missing_gradient_counts_as_zero(trial: Trial) -> None:
 def frozen_parameters_keep_none(trial: Trial) -> None:
     """A frozen parameter gets no gradient."""
     for r, gradient in enumerate(by_rank(trial.once(observe_all_used).results, "gradients", "frozen.weight")):
-        trial.require(gradient is None, "frozen.weight (requires_grad False) got a gradient", rank=r,
-                      help="Leave parameters out that are not trained: an optimizer would decay them.")  # fmt: skip
+        trial.require(
+            gradient is None,
+            "frozen.weight (requires_grad False) got a gradient",
+            rank=r,
+            help="Leave parameters out that are not trained: an optimizer would decay them.",
+        )
 
 
 @check("all_reduce_gradients")
@@ -474,8 +505,13 @@ def weights_are_left_alone(trial: Trial) -> None:
     """Gradients are averaged, weights are not touched."""
     seen = trial.once(observe_all_used)
     for name, start in seen.start.items():
-        trial.close(f"the weight {name}", by_rank(seen.results, "weights", name), start,
-                    rtol=0.0, help="It is parameter.grad that travels, not the parameter.")  # fmt: skip
+        trial.close(
+            f"the weight {name}",
+            by_rank(seen.results, "weights", name),
+            start,
+            rtol=0.0,
+            help="It is parameter.grad that travels, not the parameter.",
+        )
 
 
 @check("all_reduce_gradients")
@@ -506,7 +542,8 @@ def require_bytes(trial: Trial, rank: int, recording: Any, size: int, what: str 
     )
     trial.require(
         reduced <= size + slack,
-        f"{reduced} bytes were reduced, and {what} have {size}: some went twice, or weights that are not trained went too",
+        f"{reduced} bytes were reduced, and {what} have {size}: some went twice, or weights that are not "
+        "trained went too",
         help="model.parameters() names a tied weight once. Leave out what has requires_grad False.",
         rank=rank,
     )
@@ -570,14 +607,18 @@ def ranks_start_with_the_weights_of_rank_0(trial: Trial) -> None:
     seen = trial.once(observe_step)
     for name, start in seen.starts[0].items():
         starts = [s[name] for s in seen.starts]
-        trial.close(f"{name} after the constructor", by_rank(seen.results, "start", name), start,
-                    alternatives={"each rank still has what it started with": starts} if trial.num_ranks > 1 else {},
-                    help="Call broadcast_parameters in the constructor.")  # fmt: skip
+        trial.close(
+            f"{name} after the constructor",
+            by_rank(seen.results, "start", name),
+            start,
+            alternatives={"each rank still has what it started with": starts} if trial.num_ranks > 1 else {},
+            help="Call broadcast_parameters in the constructor.",
+        )
 
 
 @check("DataParallel")
 def gradient_is_that_of_the_whole_batch(trial: Trial) -> None:
-    """After backward and finish_gradient_synchronization(), every rank has the gradient of the whole batch."""
+    """After backward and finish_gradient_synchronization(), all ranks have the whole batch's gradient."""
     seen = trial.once(observe_step)
     require_mean(
         trial,
@@ -589,23 +630,35 @@ def gradient_is_that_of_the_whole_batch(trial: Trial) -> None:
 
 @check("DataParallel")
 def weights_change_in_the_optimizer_only(trial: Trial) -> None:
-    """Backward and synchronisation leave the weights as they are, and the wrapper trains the module's own parameters."""
+    """Synchronisation leaves the weights as they are; the wrapper trains the module's own parameters."""
     seen = trial.once(observe_step)
     for name in seen.expected:
-        trial.close(f"the weight {name} after backward", by_rank(seen.results, "weights", name),
-                    by_rank(seen.results, "start", name),
-                    rtol=0.0, help="A hook is handed the parameter. What has to be averaged is parameter.grad.")  # fmt: skip
+        trial.close(
+            f"the weight {name} after backward",
+            by_rank(seen.results, "weights", name),
+            by_rank(seen.results, "start", name),
+            rtol=0.0,
+            help="A hook is handed the parameter. What has to be averaged is parameter.grad.",
+        )
     for r, result in enumerate(seen.results):
-        trial.require(result["same"], "wrapped.parameters() are not the parameters of the given module", rank=r,
-                      help="Keep the module as an attribute (self.module = module), and do not copy it.")  # fmt: skip
+        trial.require(
+            result["same"],
+            "wrapped.parameters() are not the parameters of the given module",
+            rank=r,
+            help="Keep the module as an attribute (self.module = module), and do not copy it.",
+        )
 
 
 @check("DataParallel")
 def built_by_hand(trial: Trial) -> None:
     """The hooks and buckets are yours: PyTorch's DistributedDataParallel comes later in the lesson."""
     for r, result in enumerate(trial.once(observe_step).results):
-        trial.require(not result["torchs"], "PyTorch's own DistributedDataParallel is inside", rank=r,
-                      help="Right numbers, but the exercise is to build what it does.")  # fmt: skip
+        trial.require(
+            not result["torchs"],
+            "PyTorch's own DistributedDataParallel is inside",
+            rank=r,
+            help="Right numbers, but the exercise is to build what it does.",
+        )
 
 
 @check("DataParallel")
@@ -614,11 +667,20 @@ def finish_does_nothing_when_nothing_is_pending(trial: Trial) -> None:
     seen = trial.once(observe_step)
     for r, result in enumerate(seen.results):
         for when, told in (("", "before any backward"), ("finished again", "a second time")):
-            trial.require(result["recording"].count(after=when) == 0, f"called {told}, finish_… communicates", rank=r,
-                          help="Remember whether anything was sent or got ready since the last call.")  # fmt: skip
+            trial.require(
+                result["recording"].count(after=when) == 0,
+                f"called {told}, finish_… communicates",
+                rank=r,
+                help="Remember whether anything was sent or got ready since the last call.",
+            )
     for name in seen.expected:
-        trial.close(f"the gradient of {name} after a second finish", by_rank(seen.results, "again", name),
-                    by_rank(seen.results, "gradients", name), rtol=0.0, help="Forget the buckets that are done.")  # fmt: skip
+        trial.close(
+            f"the gradient of {name} after a second finish",
+            by_rank(seen.results, "again", name),
+            by_rank(seen.results, "gradients", name),
+            rtol=0.0,
+            help="Forget the buckets that are done.",
+        )
 
 
 def train(rank: Any, seed: int, steps: list[tuple[Tensor, Tensor]]) -> dict:
@@ -741,8 +803,11 @@ def observe_two_passes(trial: Trial) -> SimpleNamespace:
 @check("DataParallel")
 def ranks_may_use_different_layers(trial: Trial) -> None:
     """A layer that some ranks did not use counts as zero there, and no rank waits for ever."""
-    require_mean(trial, trial.once(observe_corners),
-                 help="finish_gradient_synchronization() sends the buckets that never became full.")  # fmt: skip
+    require_mean(
+        trial,
+        trial.once(observe_corners),
+        help="finish_gradient_synchronization() sends the buckets that never became full.",
+    )
 
 
 @check("DataParallel")
@@ -751,8 +816,12 @@ def frozen_parameters_get_no_gradient(trial: Trial) -> None:
     seen = trial.once(observe_corners)
     size = sum(g.numel() * 4 for name, g in seen.expected.items() if name != "frozen.weight")
     for r, result in enumerate(seen.results):
-        trial.require(result["gradients"]["frozen.weight"] is None, "frozen.weight got a gradient", rank=r,
-                      help="Put only parameters with requires_grad into buckets.")  # fmt: skip
+        trial.require(
+            result["gradients"]["frozen.weight"] is None,
+            "frozen.weight got a gradient",
+            rank=r,
+            help="Put only parameters with requires_grad into buckets.",
+        )
         require_bytes(trial, r, result["recording"], size)
 
 
@@ -766,10 +835,15 @@ def order_of_hooks_does_not_matter(trial: Trial) -> None:
         mixed = torch.where(odd, right, left).mean(0), torch.where(odd, left, right).mean(0)
         for side, i in (("left", 0), ("right", 1)):
             own = [mixed[i] if r % 2 == 0 else mixed[1 - i] for r in range(trial.num_ranks)]
-            trial.close(f"the gradient of {side}.{part}", by_rank(seen.results, "gradients", f"{side}.{part}"),
-                        seen.expected[f"{side}.{part}"],
-                        alternatives={"the gradients of two layers mixed up: ranks sent them in different orders": own},
-                        help="Send bucket 0, 1, 2… in this order on all ranks, whichever is ready first.")  # fmt: skip
+            trial.close(
+                f"the gradient of {side}.{part}",
+                by_rank(seen.results, "gradients", f"{side}.{part}"),
+                seen.expected[f"{side}.{part}"],
+                alternatives={
+                    "the gradients of two layers mixed up: ranks sent them in different orders": own
+                },
+                help="Send bucket 0, 1, 2… in this order on all ranks, whichever is ready first.",
+            )
     require_mean(trial, seen, help="Send buckets in one order on all ranks.")
 
 
@@ -778,13 +852,17 @@ def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
     """Forward and backward inside no_sync() communicate nothing."""
     for r, result in enumerate(trial.once(observe_no_sync).results):
         kinds = result["recording"].kinds(after="inside no_sync")
-        trial.require(not kinds, f"inside no_sync() there were {len(kinds)} communications: {kinds[:3]}", rank=r,
-                      help="The hooks fire during backward: it is they who must know that no_sync() is on.")  # fmt: skip
+        trial.require(
+            not kinds,
+            f"inside no_sync() there were {len(kinds)} communications: {kinds[:3]}",
+            rank=r,
+            help="The hooks fire during backward: it is they who must know that no_sync() is on.",
+        )
 
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def what_accumulated_is_reduced(trial: Trial) -> None:
-    """The backward after no_sync() reduces the sum of all passes, of layers that only earlier passes used too."""
+    """The backward after no_sync() reduces the sum of all passes, also of layers that it did not use."""
     seen = trial.once(observe_no_sync)
     for name in [n for n in seen.expected if n != "frozen.weight"]:
         actual = by_rank(seen.results, "gradients", name)
@@ -793,12 +871,16 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
                 gradient is not None, f"{name} has no gradient: what accumulated was dropped", rank=r
             )
         own = [g[name] for g in seen.own]
-        trial.close(f"the gradient of {name} after two passes in no_sync() and one outside", actual, seen.expected[name],
-                    alternatives={
-                        "the last pass alone: what accumulated was dropped": seen.last[name],
-                        "each rank's own sum: it was not reduced": own,
-                    },
-                    help="Send parameter.grad as it is then, with all that no_sync() added up.")  # fmt: skip
+        trial.close(
+            f"the gradient of {name} after two passes in no_sync() and one outside",
+            actual,
+            seen.expected[name],
+            alternatives={
+                "the last pass alone: what accumulated was dropped": seen.last[name],
+                "each rank's own sum: it was not reduced": own,
+            },
+            help="Send parameter.grad as it is then, with all that no_sync() added up.",
+        )
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
@@ -806,9 +888,13 @@ def two_passes_add_up(trial: Trial) -> None:
     """Two synchronised passes without zero_grad add up, as they do on one process."""
     seen = trial.once(observe_two_passes)
     for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(f"the gradient of {name} after two passes", by_rank(seen.results, "gradients", name),
-                    seen.expected[name], alternatives={"the last pass alone": seen.last[name]},
-                    help="Nothing of the first pass may be lost, or be counted twice.")  # fmt: skip
+        trial.close(
+            f"the gradient of {name} after two passes",
+            by_rank(seen.results, "gradients", name),
+            seen.expected[name],
+            alternatives={"the last pass alone": seen.last[name]},
+            help="Nothing of the first pass may be lost, or be counted twice.",
+        )
 
 
 def fill(rank: Any, x: Tensor) -> dict:
@@ -845,13 +931,17 @@ def finish_waits_for_the_network(trial: Trial) -> None:
     for layers in (1, 2, 6):
         actual = [result["gradients"][layers] for result in seen.results]
         for name, expected in seen.expected.items():
-            trial.close(f"the gradient of {name}", [g[name] for g in actual], expected,
-                        help="Until work.wait() has returned, what async_op=True left behind is not the result.")  # fmt: skip
+            trial.close(
+                f"the gradient of {name}",
+                [g[name] for g in actual],
+                expected,
+                help="Until work.wait() has returned, what async_op=True left behind is not the result.",
+            )
 
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def gradients_travel_in_buckets(trial: Trial) -> None:
-    """Six gradients of 1024 bytes make six, three or one all-reduces, as bucket_bytes is 1024, 2048 or 6144."""
+    """Six gradients of 1024 bytes make 6, 3 or 1 all-reduces, as bucket_bytes is 1024, 2048 or 6144."""
     for r, result in enumerate(trial.once(observe_buckets).results):
         for layers, recording in result["recordings"].items():
             sizes = [
@@ -862,9 +952,11 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
             full = 6 // layers
             trial.require(
                 full <= len(sizes) <= (full if layers == 1 else full + 1),  # a smaller first bucket is fine
-                f"with bucket_bytes={layers * GRADIENT_BYTES} there were {len(sizes)} all-reduces of {sizes} bytes, "
+                f"with bucket_bytes={layers * GRADIENT_BYTES} there were {len(sizes)} all-reduces of "
+                f"{sizes} bytes, "
                 f"expected {full}",
-                help="Gradients share an all-reduce until the next one would make it larger than bucket_bytes.",
+                help="Gradients share an all-reduce until the next one would make it larger than "
+                "bucket_bytes.",
                 rank=r,
             )
             require_bytes(trial, r, recording, 6 * GRADIENT_BYTES)
@@ -878,8 +970,10 @@ def first_bucket_leaves_before_backward_ends(trial: Trial) -> None:
         sent = [event.index for event in recording.select("all_reduce")]
         trial.require(
             bool(sent) and sent[0] < recording.last_compute(),
-            "no gradient was sent before the last matrix product of backward: the network idles, then the processor",
-            help="Send from the hooks, as soon as a bucket is full, not in finish_gradient_synchronization().",
+            "no gradient was sent before the last matrix product of backward: the network idles, then the "
+            "processor",
+            help="Send from the hooks, as soon as a bucket is full, not in "
+            "finish_gradient_synchronization().",
             rank=r,
         )
 
@@ -908,10 +1002,13 @@ def run_ahead(rank: Any, x: Tensor) -> dict:
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def backward_does_not_wait_for_other_ranks(trial: Trial) -> None:
     """A rank's backward computes all of its gradients though another rank has not begun its own."""
-    results = trial.run(run_ahead, per_rank=[(trial.normal(4, 16),) for _ in range(2)])
-    trial.require(
-        results[-1]["ran_ahead"],
-        "rank 0's backward did not get through before rank 1 began its own: the hooks wait for the all-reduce",
+    for _ in range(2):  # a machine that is busy elsewhere gets a second chance
+        results = trial.run(run_ahead, per_rank=[(trial.normal(4, 16),) for _ in range(2)])
+        if results[-1]["ran_ahead"]:
+            return
+    trial.wrong(
+        "rank 0's backward did not get through before rank 1 began its own: the hooks wait for the "
+        "all-reduce",
         help="async_op=True, and wait() in finish_gradient_synchronization(), not in the hook.",
     )
 
@@ -943,7 +1040,9 @@ def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -
     for ranks in broken:
         batches = [(trial.normal(4, 5), scale * trial.normal(4, 3)) for _ in range(n)]
         for r in ranks:
-            batches[r % n][1][trial.integer(0, 3), trial.integer(0, 2)] = trial.choice([float("nan"), float("inf")])
+            batches[r % n][1][trial.integer(0, 3), trial.integer(0, 2)] = trial.choice(
+                [float("nan"), float("inf")]
+            )
         steps.append(batches)
     results = trial.run(guarded, seed, per_rank=[([batches[r] for batches in steps],) for r in range(n)])
     return SimpleNamespace(results=results, seed=seed, steps=steps, broken=broken)
@@ -979,7 +1078,8 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     for r, result in enumerate(seen.results):
         trial.require(
             result["taken"] == want,
-            f"the steps returned {result['taken']}, expected {want}: a batch is left out by all ranks or by none",
+            f"the steps returned {result['taken']}, expected {want}: a batch is left out by all ranks or by "
+            "none",
             help="All ranks decide by the same number: let them agree on it before anyone returns.",
             rank=r,
         )
@@ -987,12 +1087,18 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
         for name in expected[i]:
             actual = [result["weights"][i][name] for result in seen.results]
             before = expected[i - 1] if i else weights(build(Regression, seen.seed))
-            trial.close(f"{name} after step {i + 1} ({'a good' if want[i] else 'a broken'} batch)", actual, expected[i][name],
-                        alternatives={
-                            "what it was before the step": before[name],
-                            "the step of gradients that were clipped before they were averaged": clipped[i][name],
-                        } if want[i] else {},
-                        help="Average, then clip, then step. A broken batch changes nothing.")  # fmt: skip
+            trial.close(
+                f"{name} after step {i + 1} ({'a good' if want[i] else 'a broken'} batch)",
+                actual,
+                expected[i][name],
+                alternatives={
+                    "what it was before the step": before[name],
+                    "the step of gradients that were clipped before they were averaged": clipped[i][name],
+                }
+                if want[i]
+                else {},
+                help="Average, then clip, then step. A broken batch changes nothing.",
+            )
 
 
 def observe_broken(trial: Trial) -> SimpleNamespace:
@@ -1004,7 +1110,9 @@ def observe_good(trial: Trial) -> SimpleNamespace:
 
 
 def observe_mixture(trial: Trial) -> SimpleNamespace:
-    return observe_guarded(trial, [[], [trial.num_ranks - 1], [], [0], list(range(trial.num_ranks)), []], scale=0.1)
+    return observe_guarded(
+        trial, [[], [trial.num_ranks - 1], [], [0], list(range(trial.num_ranks)), []], scale=0.1
+    )
 
 
 @check("guarded_step")
@@ -1033,6 +1141,10 @@ def gradients_and_a_flag_travel(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         recording = result["recording"]
         gathered = sum(recording.bytes(kind) for kind in ("all_gather", "gather", "broadcast", "all_to_all"))
-        trial.require(gathered <= size, f"{gathered} bytes were gathered or broadcast: ranks exchange more than a decision",
-                      help="Each rank computes on its own share; gradients are averaged.", rank=r)  # fmt: skip
+        trial.require(
+            gathered <= size,
+            f"{gathered} bytes were gathered or broadcast: ranks exchange more than a decision",
+            help="Each rank computes on its own share; gradients are averaged.",
+            rank=r,
+        )
         require_bytes(trial, r, recording, size)

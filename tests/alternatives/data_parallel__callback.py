@@ -1,4 +1,4 @@
-"""Lesson 08 otherwise: hooks on autograd's accumulators, and a callback of the engine that waits at backward's end."""
+"""Lesson 08 otherwise: hooks on autograd's accumulators, and a callback that waits at backward's end."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Lesson 08 otherwise: gradients are views into flat buckets, filled in forward order and reduced in place."""
+"""Lesson 08 otherwise: gradients are views into flat buckets, dealt out in forward order."""
 
 from contextlib import contextmanager
 
@@ -49,7 +49,9 @@ class DataParallel(nn.Module):
             self.buckets[-1].append(p)
             room -= size
         self.buckets.reverse()
-        self.flats = [torch.zeros(sum(p.numel() for p in b), dtype=b[0].dtype, device=b[0].device) for b in self.buckets]
+        self.flats = [
+            torch.zeros(sum(p.numel() for p in b), dtype=b[0].dtype, device=b[0].device) for b in self.buckets
+        ]
         self.views, self.place = {}, {}
         for i, (bucket, flat) in enumerate(zip(self.buckets, self.flats, strict=True)):
             for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
