@@ -29,6 +29,7 @@ test: # two workers fit two cores; whole notebooks run one at a time
 lessons:
 	@$(ENVIRONMENT) && "$$python" -m infra.lessons $(LESSON) $(if $(FORCE),--force)
 
-BENCH ?= $(sort $(wildcard tests/bench/*.py))
-bench: # each is a script that prints what it measures
-	@$(ENVIRONMENT) && for script in $(BENCH); do echo "== $$script" && "$$python" $$script $(ARGS) || exit; done
+BENCH ?= $(filter-out %/__init__.py,$(sort $(wildcard tests/bench/*.py)))
+bench: # each is a program that prints what it measures
+	@$(ENVIRONMENT) && for program in $(BENCH); do \
+		echo "== $$program"; "$$python" -m $$(echo $${program%.py} | tr / .) $(ARGS) || exit; done
