@@ -25,7 +25,7 @@ class TrainConfig:
     openwebtext_parts: int = 1
     """How many of OpenWebText's 21 parts to use; each is a download of about 0.6 GB."""
 
-    n_layer: int = 4
+    n_layer: int = 2
     """Transformer blocks."""
     n_head: int = 4
     """Attention heads; must divide n_embd."""
@@ -38,9 +38,9 @@ class TrainConfig:
     bias: bool = False
     """Biases in linear layers and layer norms."""
 
-    max_steps: int = 400
+    max_steps: int = 1500
     """Optimizer steps of the whole run."""
-    batch_size: int = 16
+    batch_size: int = 4
     """Sequences in a step, over all ranks and all micro-batches."""
     gradient_accumulation_steps: int = 1
     """Micro-batches that a step is cut into; must divide batch_size. The curve stays the same."""
@@ -48,7 +48,7 @@ class TrainConfig:
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float = 2e-4
     """Learning rate at the end of the cosine."""
-    warmup_steps: int = 20
+    warmup_steps: int = 60
     """Steps in which the learning rate rises from zero."""
     decay_steps: int | None = None
     """Step at which the cosine ends; max_steps if not given."""
@@ -74,11 +74,11 @@ class TrainConfig:
     """Folder of the run; runs/<date and time> if not given."""
     resume: bool = False
     """Go on with the run in out_dir, or with the last one in runs/, under its own options."""
-    eval_interval: int = 100
+    eval_interval: int = 250
     """Steps between validations; there is one before the first step and one after the last."""
-    eval_batches: int = 8
+    eval_batches: int = 32
     """Batches in a validation, the same ones each time."""
-    checkpoint_interval: int = 100
+    checkpoint_interval: int = 250
     """Steps between checkpoints; there is one after the last step."""
 
     parallel: str | None = None
