@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 
+# What torch, or the first cell of a notebook, would else import in every rank: done once, here.
+# Matplotlib alone is half a second of processor time.
+import matplotlib.pyplot  # noqa: F401
 import psutil
 import torch
-
-# What ranks use and torch would else import lazily, seconds in every rank: done once here, before forking.
 import torch._dynamo
 import torch.distributed.tensor.parallel
 import torch.utils.flop_counter
