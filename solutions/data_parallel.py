@@ -113,8 +113,8 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, group: ProcessGroup, bucket_bytes: int = 25 * 2**20) -> None:
         """Copy the weights, deal the parameters out to buckets, register a hook on each."""
-        super().__init__()
         # answer: about 12 lines
+        super().__init__()
         self.module = module
         self.group = group
         self.synchronizing = True
