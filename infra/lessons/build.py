@@ -54,16 +54,23 @@ def build_lesson(lesson: Lesson, *, execute: bool = True, force: bool = False, s
         )
     changed = notebooks.write(learner, lesson.learner_notebook)
     say(f"{label}: learner's notebook {'written' if changed else 'up to date'}")
-    if not execute:
+    if execute:
+        build_solved(lesson, repository, force=force, say=say)
+
+
+def build_solved(lesson: Lesson, repository: Repository, *, force: bool, say: Say) -> None:
+    """Write the solved notebook. Where only prose changed, it keeps its outputs."""
+    label = f"{lesson.number} {lesson.slug}"
+    solved = notebooks.solved_notebook(lesson, repository)
+    why = "forced" if force else why_outputs_are_stale(lesson, solved)
+    if not why:
+        notebooks.keep_outputs(nbformat.read(lesson.solved_notebook, as_version=4), solved)
+        changed = notebooks.write(solved, lesson.solved_notebook)
+        say(f"{label}: solved notebook {'has new text, the same code' if changed else 'up to date'}")
         return
-    why = "" if force else why_solved_is_stale(lesson, repository)
-    if not force and not why:
-        say(f"{label}: solved notebook up to date")
-        return
-    say(f"{label}: executing the solved notebook ({why or 'forced'})")
+    say(f"{label}: executing the solved notebook ({why})")
     begin = time.monotonic()
-    solved = execute_notebook(lesson, notebooks.solved_notebook(lesson, repository), say)
-    notebooks.write(solved, lesson.solved_notebook)
+    notebooks.write(execute_notebook(lesson, solved, say), lesson.solved_notebook)
     say(f"{label}: solved notebook written in {time.monotonic() - begin:.0f} s")
 
 
@@ -109,22 +116,29 @@ def is_edited(path: Path) -> bool:
 
 
 def why_solved_is_stale(lesson: Lesson, repository: Repository) -> str:
+    """Why `make lessons` would change the solved notebook, or nothing."""
+    wanted = notebooks.solved_notebook(lesson, repository)
+    if why := why_outputs_are_stale(lesson, wanted):
+        return why
+    stored = nbformat.read(lesson.solved_notebook, as_version=4)
+    same = [_identity(cell) for cell in stored.cells] == [_identity(cell) for cell in wanted.cells]
+    return "" if same else "its cells are not what its sources say"
+
+
+def why_outputs_are_stale(lesson: Lesson, wanted: NotebookNode) -> str:
     """Why the solved notebook must be executed again, or nothing."""
     path = lesson.solved_notebook
     if not path.exists():
         return "missing"
     stored = nbformat.read(path, as_version=4)
-    wanted = notebooks.solved_notebook(lesson, repository)
     before = stored.metadata.get(notebooks.METADATA, {}).get("executed_from", {})
     after = wanted.metadata[notebooks.METADATA]["executed_from"]
     if changed := [name for name in after if before.get(name) != after[name]]:
         return f"{', '.join(changed)} changed since it was executed"
-    if [_identity(cell) for cell in stored.cells] != [_identity(cell) for cell in wanted.cells]:
+    if notebooks.executed_code(stored) != notebooks.executed_code(wanted):
         return "its cells are not what its sources say"
     code = [cell for cell in stored.cells if cell.cell_type == "code"]
-    if any(cell.execution_count is None for cell in code):
-        return "a cell of it was not executed"
-    return ""
+    return "a cell of it was not executed" if any(cell.execution_count is None for cell in code) else ""
 
 
 def execute_notebook(lesson: Lesson, notebook: NotebookNode, say: Say) -> NotebookNode:

@@ -22,9 +22,9 @@ if "google.colab" in sys.modules:
     import pathlib
     import subprocess
 
-    course = "/content/{folder}"
+    address, course = "{url}", "/content/{folder}"
     if not pathlib.Path(course).exists():
-        subprocess.run(["git", "clone", "--quiet", "--depth=1", "{url}", course], check=True)
+        subprocess.run(["git", "clone", "--quiet", "--depth=1", address, course], check=True)
     sys.path.insert(0, course)
     from infra.colab.install import install
 
@@ -51,9 +51,23 @@ def digest_of_cells(notebook: NotebookNode) -> str:
 
 
 def digest_of_sources(lesson: Lesson) -> dict[str, str]:
-    """What the outputs of the solved notebook come from: its files by name, with their digests."""
-    paths = (lesson.text_path, lesson.checks_path, lesson.solution_path)
-    return {path.name: _digest(path.read_bytes()) if path.exists() else "missing" for path in paths}
+    """What the outputs of the solved notebook come from, by name: of lesson.md its code, not its prose."""
+    code = [[cell.source, cell.exercise] for cell in lesson.cells if cell.kind == "code"]
+    paths = (lesson.checks_path, lesson.solution_path)
+    digests = {path.name: _digest(path.read_bytes()) if path.exists() else "missing" for path in paths}
+    return {"code of lesson.md": _digest(json.dumps(code).encode()), **digests}
+
+
+def executed_code(notebook: NotebookNode) -> list[str]:
+    """The code that the outputs come from. Colab's cell has none."""
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code" and cell.id != "colab"]
+
+
+def keep_outputs(stored: NotebookNode, wanted: NotebookNode) -> None:
+    """Give a notebook the outputs of an earlier one whose code is the same."""
+    before, after = ([cell for cell in nb.cells if cell.cell_type == "code"] for nb in (stored, wanted))
+    for old, new in zip(before, after, strict=True):
+        new.outputs, new.execution_count = old.outputs, old.execution_count
 
 
 def write(notebook: NotebookNode, path: Path) -> bool:
