@@ -202,7 +202,11 @@ exercise(
 )
 
 
-def pair_probe(rank, name: str, x: Tensor, upstream: Tensor, scrambled: bool) -> dict:
+def pair_probe(rank, name: str, cases: list) -> list[dict]:
+    return [one_pair(rank, name, *case) for case in cases]
+
+
+def one_pair(rank, name: str, x: Tensor, upstream: Tensor, scrambled: bool) -> dict:
     function = getattr(rank.submission, name)
     if scrambled:  # the same numbers, stored in another order
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -257,15 +261,32 @@ def pair_expected(name: str, xs: list[Tensor], upstreams: list[Tensor]) -> tuple
     return parts(xs[0], -1, n), [torch.cat(upstreams, -1)] * n
 
 
-def observe_pair(name: str, dtype: torch.dtype = torch.float32, scrambled: bool = False):
-    def observe(trial: Trial) -> SimpleNamespace:
-        xs, upstreams = pair_inputs(trial, name, dtype)
-        runs = [(name, x, u, scrambled) for x, u in zip(xs, upstreams, strict=True)]
+PLAIN = ((torch.float32, False),)
+OTHERS = ((torch.float64, True), (torch.bfloat16, False))
+"""(dtype, stored transposed)"""
+
+
+def observe_pair(name: str, kinds: tuple = PLAIN):
+    def observe(trial: Trial) -> list[SimpleNamespace]:
+        inputs = [pair_inputs(trial, name, dtype) for dtype, _ in kinds]
+        runs = [
+            (
+                name,
+                [(xs[r], upstreams[r], kind[1]) for (xs, upstreams), kind in zip(inputs, kinds, strict=True)],
+            )
+            for r in range(trial.num_ranks)
+        ]
         results = trial.run(pair_probe, per_rank=runs)
-        outputs, gradients = pair_expected(name, xs, upstreams)
-        return SimpleNamespace(
-            xs=xs, upstreams=upstreams, results=results, outputs=outputs, gradients=gradients
-        )
+        seen = []
+        for number, (xs, upstreams) in enumerate(inputs):
+            outputs, gradients = pair_expected(name, xs, upstreams)
+            mine = [result[number] for result in results]
+            seen.append(
+                SimpleNamespace(
+                    xs=xs, upstreams=upstreams, results=mine, outputs=outputs, gradients=gradients
+                )
+            )
+        return seen
 
     return observe
 
@@ -276,8 +297,13 @@ OBSERVE = {
 }
 
 
+def pair(trial: Trial, name: str) -> SimpleNamespace:
+    """The plain case of one of the four functions."""
+    return trial.once(OBSERVE[name])[0]
+
+
 def inputs_unchanged(trial: Trial, name: str) -> None:
-    seen = trial.once(OBSERVE[name])
+    seen = pair(trial, name)
     for rank, result in enumerate(seen.results):
         trial.require(
             not result["x_changed"],
@@ -294,8 +320,7 @@ def inputs_unchanged(trial: Trial, name: str) -> None:
 
 
 def other_layouts(trial: Trial, name: str) -> None:
-    for dtype, scrambled in ((torch.float64, True), (torch.bfloat16, False)):
-        seen = observe_pair(name, dtype, scrambled)(trial)
+    for (dtype, scrambled), seen in zip(OTHERS, observe_pair(name, OTHERS)(trial), strict=True):
         kind = "a transposed float64 x" if scrambled else "a bfloat16 x"
         trial.close(f"the output for {kind}", each_rank(seen, "output"), [o.to(dtype) for o in seen.outputs])
         trial.close(
@@ -306,14 +331,14 @@ def other_layouts(trial: Trial, name: str) -> None:
 @check("copy_to_group")
 def output_is_the_input(trial: Trial) -> None:
     """The forward returns x as it is."""
-    seen = trial.once(OBSERVE["copy_to_group"])
+    seen = pair(trial, "copy_to_group")
     trial.close("the output", each_rank(seen, "output"), seen.outputs)
 
 
 @check("copy_to_group")
 def gradient_is_summed_over_ranks(trial: Trial) -> None:
     """The gradient of the input is the sum of the gradients of all ranks."""
-    seen = trial.once(OBSERVE["copy_to_group"])
+    seen = pair(trial, "copy_to_group")
     trial.close(
         "the gradient of x",
         each_rank(seen, "gradient"),
@@ -329,7 +354,7 @@ def gradient_is_summed_over_ranks(trial: Trial) -> None:
 @check("copy_to_group")
 def sends_one_all_reduce_and_only_in_backward(trial: Trial) -> None:
     """The forward communicates nothing, the backward one all-reduce of the gradient's size."""
-    seen = trial.once(OBSERVE["copy_to_group"])
+    seen = pair(trial, "copy_to_group")
     nothing_travels(trial, seen, "", "x is on every rank already.")
     num_bytes = seen.upstreams[0].numel() * 4
     one_all_reduce(trial, seen, BACKWARD, num_bytes, "dist.all_reduce does it in one call.")
@@ -341,7 +366,7 @@ def leaves_its_inputs_alone(trial: Trial) -> None:
     inputs_unchanged(trial, "copy_to_group")
 
 
-@check("copy_to_group")
+@check("copy_to_group", world_sizes=(2, 4), subgroup=False)
 def takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that are not contiguous, and keeps the dtype."""
     other_layouts(trial, "copy_to_group")
@@ -350,7 +375,7 @@ def takes_any_layout_and_dtype(trial: Trial) -> None:
 @check("reduce_from_group")
 def output_is_the_sum(trial: Trial) -> None:
     """The forward returns the sum of all ranks' x on every rank."""
-    seen = trial.once(OBSERVE["reduce_from_group"])
+    seen = pair(trial, "reduce_from_group")
     trial.close(
         "the output",
         each_rank(seen, "output"),
@@ -365,7 +390,7 @@ def output_is_the_sum(trial: Trial) -> None:
 @check("reduce_from_group")
 def gradient_passes_unchanged(trial: Trial) -> None:
     """The gradient of the output arrives at x as it is."""
-    seen = trial.once(OBSERVE["reduce_from_group"])
+    seen = pair(trial, "reduce_from_group")
     trial.close(
         "the gradient of x",
         each_rank(seen, "gradient"),
@@ -381,7 +406,7 @@ def gradient_passes_unchanged(trial: Trial) -> None:
 @check("reduce_from_group")
 def sends_one_all_reduce_and_only_in_forward(trial: Trial) -> None:
     """The forward communicates one all-reduce of x's size, the backward nothing."""
-    seen = trial.once(OBSERVE["reduce_from_group"])
+    seen = pair(trial, "reduce_from_group")
     one_all_reduce(trial, seen, "", seen.xs[0].numel() * 4, "dist.all_reduce does it in one call.")
     nothing_travels(trial, seen, BACKWARD, "Every rank has the whole gradient already.")
 
@@ -392,7 +417,7 @@ def leaves_its_inputs_alone_too(trial: Trial) -> None:
     inputs_unchanged(trial, "reduce_from_group")
 
 
-@check("reduce_from_group")
+@check("reduce_from_group", world_sizes=(2, 4), subgroup=False)
 def takes_any_layout_and_dtype_too(trial: Trial) -> None:
     """It works for tensors that are not contiguous, and keeps the dtype."""
     other_layouts(trial, "reduce_from_group")
@@ -401,7 +426,7 @@ def takes_any_layout_and_dtype_too(trial: Trial) -> None:
 @check("gather_from_group")
 def output_is_joined_in_rank_order(trial: Trial) -> None:
     """The forward joins all ranks' x along the last dimension, rank 0 first."""
-    seen = trial.once(OBSERVE["gather_from_group"])
+    seen = pair(trial, "gather_from_group")
     alternatives = {"joined in the reverse order of ranks": torch.cat(seen.xs[::-1], -1)}
     alternatives["interleaved: one column of each rank in turn"] = torch.stack(seen.xs, -1).flatten(-2)
     trial.close("the output", each_rank(seen, "output"), seen.outputs, alternatives=alternatives)
@@ -410,7 +435,7 @@ def output_is_joined_in_rank_order(trial: Trial) -> None:
 @check("gather_from_group")
 def gradient_is_this_ranks_slice(trial: Trial) -> None:
     """The gradient of x is this rank's slice of the gradient of the output."""
-    seen = trial.once(OBSERVE["gather_from_group"])
+    seen = pair(trial, "gather_from_group")
     n = trial.num_ranks
     trial.close(
         "the gradient of x",
@@ -432,7 +457,7 @@ def gradient_is_this_ranks_slice(trial: Trial) -> None:
 @check("gather_from_group")
 def sends_one_all_gather_forward(trial: Trial) -> None:
     """The forward sends each part once to everyone, the backward nothing."""
-    seen = trial.once(OBSERVE["gather_from_group"])
+    seen = pair(trial, "gather_from_group")
     gather_costs(trial, seen, "", seen.outputs[0].numel() * 4)
     nothing_travels(trial, seen, BACKWARD, "Every rank has the whole gradient: it only has to cut it.")
 
@@ -443,7 +468,7 @@ def gather_leaves_its_inputs_alone(trial: Trial) -> None:
     inputs_unchanged(trial, "gather_from_group")
 
 
-@check("gather_from_group")
+@check("gather_from_group", world_sizes=(2, 4), subgroup=False)
 def gather_takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that are not contiguous, and keeps the dtype."""
     other_layouts(trial, "gather_from_group")
@@ -471,7 +496,7 @@ def gather_costs(trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes: i
 @check("scatter_to_group")
 def output_is_this_ranks_slice(trial: Trial) -> None:
     """The forward returns the r-th contiguous slice of the last dimension on rank r."""
-    seen = trial.once(OBSERVE["scatter_to_group"])
+    seen = pair(trial, "scatter_to_group")
     n = trial.num_ranks
     trial.close(
         "the output",
@@ -488,7 +513,7 @@ def output_is_this_ranks_slice(trial: Trial) -> None:
 @check("scatter_to_group")
 def gradient_is_joined(trial: Trial) -> None:
     """The gradient of x is every rank's gradient, joined in rank order."""
-    seen = trial.once(OBSERVE["scatter_to_group"])
+    seen = pair(trial, "scatter_to_group")
     n = trial.num_ranks
     own = [
         torch.cat([u if r == k else torch.zeros_like(u) for k in range(n)], -1)
@@ -509,7 +534,7 @@ def gradient_is_joined(trial: Trial) -> None:
 @check("scatter_to_group")
 def sends_one_all_gather_backward(trial: Trial) -> None:
     """The forward sends nothing, the backward each part once to everyone."""
-    seen = trial.once(OBSERVE["scatter_to_group"])
+    seen = pair(trial, "scatter_to_group")
     nothing_travels(trial, seen, "", "Every rank has the whole x: it only has to cut it.")
     gather_costs(trial, seen, BACKWARD, seen.xs[0].numel() * 4)
 
@@ -520,7 +545,7 @@ def scatter_leaves_its_inputs_alone(trial: Trial) -> None:
     inputs_unchanged(trial, "scatter_to_group")
 
 
-@check("scatter_to_group")
+@check("scatter_to_group", world_sizes=(2, 4), subgroup=False)
 def scatter_takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that are not contiguous, and keeps the dtype."""
     other_layouts(trial, "scatter_to_group")
@@ -530,7 +555,7 @@ def scatter_refusal_probe(rank, x: Tensor) -> dict:
     return {"error": error_of(rank.submission.scatter_to_group, x, rank.group)}
 
 
-@check("scatter_to_group")
+@check("scatter_to_group", world_sizes=(2, 4), subgroup=False)
 def scatter_refuses_what_does_not_divide(trial: Trial) -> None:
     """A last dimension that does not divide by the ranks is a ValueError that names both numbers."""
     size = undividable(trial)
@@ -876,7 +901,7 @@ def built_directly(trial: Trial, kind: str) -> None:
         trial.close("the initial bias", [r["weights"]["bias"] for r in results], first)
 
 
-@check("ColumnParallelLinear")
+@check("ColumnParallelLinear", world_sizes=(2, 1, 4), subgroup=False)
 def column_starts_sensibly(trial: Trial) -> None:
     """Built directly it has random weights, other ones on each rank though the ranks are seeded alike."""
     built_directly(trial, "ColumnParallelLinear")
@@ -886,7 +911,7 @@ def linear_refusal_probe(rank, kind: str, sizes: tuple) -> dict:
     return {"error": error_of(getattr(rank.submission, kind), *sizes, group=rank.group)}
 
 
-@check("ColumnParallelLinear")
+@check("ColumnParallelLinear", world_sizes=(2, 4), subgroup=False)
 def column_refuses_what_does_not_divide(trial: Trial) -> None:
     """out_features that do not divide by the ranks are a ValueError that names both numbers."""
     size = undividable(trial)
@@ -1039,13 +1064,13 @@ def row_computes_its_share(trial: Trial) -> None:
         computes_a_share(trial, seen, "", 2 * rows * seen.weight.numel() / trial.num_ranks)
 
 
-@check("RowParallelLinear")
+@check("RowParallelLinear", world_sizes=(2, 1, 4), subgroup=False)
 def row_starts_sensibly(trial: Trial) -> None:
     """Built directly it has random weights, other ones on each rank, and the same bias on all."""
     built_directly(trial, "RowParallelLinear")
 
 
-@check("RowParallelLinear")
+@check("RowParallelLinear", world_sizes=(2, 4), subgroup=False)
 def row_refuses_what_does_not_divide(trial: Trial) -> None:
     """in_features that do not divide by the ranks are a ValueError that names both numbers."""
     size = undividable(trial)
@@ -1067,7 +1092,12 @@ exercise(
 )
 
 
-def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
+def dropout_probe(rank, seeds: list[int], probability: float, shape: tuple) -> list[dict]:
+    """What happens after each seed, as if each were a run of its own."""
+    return [one_dropout_run(rank, seed, probability, shape) for seed in seeds]
+
+
+def one_dropout_run(rank, seed: int, probability: float, shape: tuple) -> dict:
     rank.seed(seed)
     first, second = Dropout(probability), Dropout(probability)
     first = rank.submission.share_dropout(first, rank.group, rank.device)
@@ -1087,14 +1117,10 @@ def observe_dropout(trial: Trial) -> SimpleNamespace:
     probability = trial.choice([0.2, 0.3, 0.4])
     shape = (trial.integer(30, 40), trial.integer(40, 50))
     base = trial.integer(1, 10**6)
-    runs = [
-        trial.run(
-            dropout_probe,
-            per_rank=[(base + 1000 * k + r, probability, shape) for r in range(trial.num_ranks)],
-        )
-        for k in range(2)
-    ]
-    return SimpleNamespace(results=runs[0], again=runs[1], probability=probability, shape=shape)
+    seeds = [[base + rank, base + 1000 + rank] for rank in range(trial.num_ranks)]
+    results = trial.run(dropout_probe, per_rank=[(each, probability, shape) for each in seeds])
+    first, again = ([result[k] for result in results] for k in range(2))
+    return SimpleNamespace(results=first, again=again, probability=probability, shape=shape)
 
 
 @check("share_dropout")
@@ -1207,7 +1233,11 @@ BRANCH = {
 }
 
 
-def branch_probe(rank, name: str, config: dict, weights: dict, x: Tensor, upstream: Tensor) -> dict:
+def branch_probe(rank, name: str, cases: list) -> list[dict]:
+    return [one_branch(rank, name, *case) for case in cases]
+
+
+def one_branch(rank, name: str, config: dict, weights: dict, x: Tensor, upstream: Tensor) -> dict:
     branch = BRANCH[name][0](GPTConfig(**config))
     branch.load_state_dict(weights)
     branch.to(rank.device)
@@ -1244,21 +1274,26 @@ def dense_branch(branch: nn.Module, x: Tensor, upstream: Tensor) -> SimpleNamesp
 
 def observe_branch(name: str):
     def observe(trial: Trial) -> dict[str, SimpleNamespace]:
-        seen = {}
-        for kind in ("with bias", "without bias"):
-            config = small_config(trial, bias=kind == "with bias")
-            branch = drawn_alike(BRANCH[name][0](GPTConfig(**config)), trial)
-            weights = weights_of(branch)
-            shape = (trial.integer(2, 3), trial.integer(3, 7), config["n_embd"])
-            x, upstream = trial.normal(*shape), trial.normal(*shape)
-            results = trial.run(branch_probe, name, config, weights, x, upstream)
-            dense = dense_branch(branch, x, upstream)
-            seen[kind] = SimpleNamespace(
-                results=results, dense=dense, weights=weights, x=x, upstream=upstream, config=config
-            )
+        seen = {
+            "with bias": branch_case(trial, name, bias=True),
+            "without bias": branch_case(trial, name, bias=False),
+        }
+        cases = [(case.config, case.weights, case.x, case.upstream) for case in seen.values()]
+        results = trial.run(branch_probe, name, cases)
+        for number, case in enumerate(seen.values()):
+            case.results = [result[number] for result in results]
         return seen
 
     return observe
+
+
+def branch_case(trial: Trial, name: str, bias: bool) -> SimpleNamespace:
+    config = small_config(trial, bias=bias)
+    branch = drawn_alike(BRANCH[name][0](GPTConfig(**config)), trial)
+    shape = (trial.integer(2, 3), trial.integer(3, 7), config["n_embd"])
+    x, upstream = trial.normal(*shape), trial.normal(*shape)
+    dense = dense_branch(branch, x, upstream)
+    return SimpleNamespace(dense=dense, weights=weights_of(branch), x=x, upstream=upstream, config=config)
 
 
 BRANCHES = {name: observe_branch(name) for name in BRANCH}
@@ -1408,20 +1443,19 @@ def mlp_computes_its_share(trial: Trial) -> None:
         computes_a_share(trial, seen, "", 2 * (seen.x.numel() // h) * 8 * h * h / trial.num_ranks)
 
 
-@check("tensor_parallel_mlp")
+@check("tensor_parallel_mlp", world_sizes=(2, 1, 4), subgroup=False)
 def mlp_drops_alike_on_every_rank(trial: Trial) -> None:
     """Its dropout drops the same elements on every rank, however the ranks are seeded."""
     branch_dropout(trial, "tensor_parallel_mlp")
 
 
-@check("tensor_parallel_mlp")
+@check("tensor_parallel_mlp", world_sizes=(3,), subgroup=False)
 def mlp_refuses_what_does_not_divide(trial: Trial) -> None:
     """A hidden width that does not divide by the ranks is a ValueError that names both numbers."""
-    if trial.num_ranks == 3:  # 4h divides by 1, 2 and 4 whatever h is
-        width = trial.choice([4, 5, 7, 8])
-        config = small_config(trial, n_embd=width, n_head=1)
-        results = trial.run(branch_refusal_probe, "tensor_parallel_mlp", config)
-        refused(trial, SimpleNamespace(results=results), 4 * width)
+    width = trial.choice([4, 5, 7, 8])  # 4h divides by 1, 2 and 4 whatever h is
+    config = small_config(trial, n_embd=width, n_head=1)
+    results = trial.run(branch_refusal_probe, "tensor_parallel_mlp", config)
+    refused(trial, SimpleNamespace(results=results), 4 * width)
 
 
 def heads_of(tensor: Tensor, rank: int, n: int) -> Tensor:
@@ -1555,13 +1589,13 @@ def attention_computes_its_share(trial: Trial) -> None:
         computes_a_share(trial, seen, "", dense / trial.num_ranks)
 
 
-@check("tensor_parallel_attention")
+@check("tensor_parallel_attention", world_sizes=(2, 1, 4), subgroup=False)
 def attention_drops_alike_on_every_rank(trial: Trial) -> None:
     """The dropout after the sum drops the same elements on every rank, however the ranks are seeded."""
     branch_dropout(trial, "tensor_parallel_attention")
 
 
-@check("tensor_parallel_attention")
+@check("tensor_parallel_attention", world_sizes=(2, 4), subgroup=False)
 def attention_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """A number of heads that does not divide by the ranks is a ValueError that names both numbers."""
     heads = undividable(trial)
@@ -1596,17 +1630,21 @@ exercise(
 )
 
 
-def embedding_probe(rank, table: Tensor, idx: Tensor, upstream: Tensor) -> dict:
+def embedding_probe(rank, cases: list) -> list[dict]:
+    return [one_embedding(rank, *case) for case in cases]
+
+
+def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor) -> dict:
     embedding = nn.Embedding(*table.shape, device=rank.device)
     with torch.no_grad():
         embedding.weight.copy_(table)
     layer = rank.submission.VocabParallelEmbedding.from_embedding(embedding, group=rank.group)
+    held = describe(layer)
     before = idx.clone()
     with rank.record() as recording:
         y = layer(idx)
         recording.mark(BACKWARD)
         backward(y, upstream)
-    held = describe(layer)
     backward(layer(idx), upstream)
     return {
         "output": y,
@@ -1621,7 +1659,6 @@ def embedding_probe(rank, table: Tensor, idx: Tensor, upstream: Tensor) -> dict:
 
 def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
     n = trial.num_ranks
-    seen = {}
     even = n * trial.integer(20, 30)
     plans = {
         "v divides": (even, lambda v: trial.tokens(v, 2, 7)),
@@ -1629,18 +1666,20 @@ def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
         "all tokens on the last rank": (even, lambda v: trial.tokens(v // n, 9) + v - v // n),
         "v is small": (5, lambda v: torch.arange(5).repeat(2)),
     }
-    for name, (size, draw) in plans.items():
-        width = trial.integer(3, 6)
-        table, idx = trial.normal(size, width), draw(size)
-        upstream = trial.normal(*idx.shape, width)
-        results = trial.run(embedding_probe, table, idx, upstream)
-        weight = table.double().requires_grad_()
-        y = F.embedding(idx, weight)
-        y.backward(upstream.double())
-        seen[name] = SimpleNamespace(
-            results=results, table=table, idx=idx, output=y.detach(), gradient=weight.grad
-        )
+    seen = {name: embedding_case(trial, size, draw(size)) for name, (size, draw) in plans.items()}
+    results = trial.run(embedding_probe, [(case.table, case.idx, case.upstream) for case in seen.values()])
+    for number, case in enumerate(seen.values()):
+        case.results = [result[number] for result in results]
     return seen
+
+
+def embedding_case(trial: Trial, size: int, idx: Tensor) -> SimpleNamespace:
+    width = trial.integer(3, 6)
+    table, upstream = trial.normal(size, width), trial.normal(*idx.shape, width)
+    weight = table.double().requires_grad_()
+    y = F.embedding(idx, weight)
+    y.backward(upstream.double())
+    return SimpleNamespace(table=table, idx=idx, upstream=upstream, output=y.detach(), gradient=weight.grad)
 
 
 def row_ranges(table: Tensor, shards: list[Tensor]) -> list[tuple[int, int]] | None:
@@ -1743,7 +1782,7 @@ def direct_embedding_probe(rank, size: int, width: int) -> dict:
     return {"weight": layer.weight.detach(), "output": layer(torch.arange(size, device=rank.device))}
 
 
-@check("VocabParallelEmbedding")
+@check("VocabParallelEmbedding", world_sizes=(2, 1, 4), subgroup=False)
 def embedding_starts_sensibly(trial: Trial) -> None:
     """Built directly it has random rows, other ones on each rank though the ranks are seeded alike."""
     n = trial.num_ranks
@@ -1966,7 +2005,11 @@ exercise(
 )
 
 
-def model_probe(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor) -> dict:
+def model_probe(rank, cases: list) -> list[dict]:
+    return [one_model(rank, *case) for case in cases]
+
+
+def one_model(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor) -> dict:
     model = built(rank, config, weights)
     with rank.record() as recording:
         logits, loss = model(idx, targets)
@@ -2005,21 +2048,23 @@ def dense_model(config: dict, weights: dict) -> GPT:
 
 
 def observe_model(trial: Trial) -> dict[str, SimpleNamespace]:
-    return {
+    uneven = small_config(trial, bias=False, vocab_size=undividable(trial, 30))
+    seen = {
         "v divides": model_case(trial, small_config(trial, bias=True)),
-        "v does not divide": model_case(
-            trial, small_config(trial, bias=False, vocab_size=undividable(trial, 30))
-        ),
+        "v does not divide": model_case(trial, uneven),
     }
+    cases = [(case.config, case.weights, case.idx, case.targets) for case in seen.values()]
+    results = trial.run(model_probe, cases)
+    for number, case in enumerate(seen.values()):
+        case.results = [result[number] for result in results]
+    return seen
 
 
 def model_case(trial: Trial, config: dict) -> SimpleNamespace:
-    model = drawn_alike(GPT(GPTConfig(**config)), trial)
-    weights = weights_of(model)
+    weights = weights_of(drawn_alike(GPT(GPTConfig(**config)), trial))
     shape = (trial.integer(2, 3), trial.integer(5, 9))
     idx, targets = trial.tokens(config["vocab_size"], *shape), trial.tokens(config["vocab_size"], *shape)
     targets[0, : trial.integer(1, 3)] = -1
-    results = trial.run(model_probe, config, weights, idx, targets)
     dense = dense_model(config, weights)
     logits, loss = dense(idx, targets)
     loss.backward()
@@ -2027,7 +2072,7 @@ def model_case(trial: Trial, config: dict) -> SimpleNamespace:
     with torch.no_grad():
         last, _ = dense(idx)
     return SimpleNamespace(
-        results=results, config=config, weights=weights, idx=idx, targets=targets, gradients=gradients,
+        config=config, weights=weights, idx=idx, targets=targets, gradients=gradients,
         loss=loss.detach(), logits=logits.detach(), last=last,
     )  # fmt: skip
 
@@ -2284,7 +2329,7 @@ def stream_probe(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor
     return {"first": stream[:half], "second": stream[half : 2 * half], "losses": losses, "asleep": asleep}
 
 
-@check("tensor_parallelize")
+@check("tensor_parallelize", world_sizes=(2, 1, 4))
 def dropout_after_a_sum_is_the_same_everywhere(trial: Trial) -> None:
     """With dropout the residual stream stays the same on every rank, however the ranks are seeded."""
     config = small_config(trial, dropout=0.3)
@@ -2322,7 +2367,7 @@ def sampling_probe(rank, config: dict, weights: dict, idx: Tensor, steps: int) -
     return {"greedy": greedy, "sampled": model.generate(idx, steps)}
 
 
-@check("tensor_parallelize", world_sizes=(2, 4))
+@check("tensor_parallelize", world_sizes=(2, 4), subgroup=False)
 def generate_still_works(trial: Trial) -> None:
     """`model.generate` gives the dense model's tokens, and the same ones on every rank."""
     config = small_config(trial, vocab_size=undividable(trial, 30))
@@ -2347,9 +2392,8 @@ def generate_still_works(trial: Trial) -> None:
         )
 
 
-def training_probe(rank, config: dict, weights: dict, batches: list, optimizer: str) -> dict:
-    model = built(rank, config, weights)
-    return {"losses": train(model, batches, optimizer)}
+def training_probe(rank, config: dict, weights: dict, batches: list) -> dict:
+    return {name: train(built(rank, config, weights), batches, name) for name in ("SGD", "AdamW")}
 
 
 def train(model: nn.Module, batches: list, name: str) -> Tensor:
@@ -2365,29 +2409,25 @@ def train(model: nn.Module, batches: list, name: str) -> Tensor:
     return torch.stack(losses)
 
 
-@check("tensor_parallelize", world_sizes=(2, 4))
+@check("tensor_parallelize", world_sizes=(2, 4), subgroup=False)
 def training_curve_is_the_dense_one(trial: Trial) -> None:
     """The losses of a few steps lie on the dense model's, with SGD and with AdamW."""
     config = small_config(trial, vocab_size=undividable(trial, 30))
     weights = weights_of(GPT(GPTConfig(**config)))
     weights = {k: w + 0.1 * trial.normal(*w.shape) for k, w in weights.items()}
     batches = [[trial.tokens(config["vocab_size"], 2, 8) for _ in range(2)] for _ in range(5)]
+    results = trial.run(training_probe, config, weights, batches)
     for name in ("SGD", "AdamW"):
-        results = trial.run(training_probe, config, weights, batches, name)
         expected = train(dense_model(config, weights), batches, name)
-        trial.close(
-            f"the losses of {len(batches)} steps of {name}",
-            [r["losses"] for r in results],
-            expected,
-            rtol=2e-3,
-        )
+        what = f"the losses of {len(batches)} steps of {name}"
+        trial.close(what, each_rank(SimpleNamespace(results=results), name), expected, rtol=2e-3)
 
 
 def model_refusal_probe(rank, config: dict) -> dict:
     return {"error": error_of(rank.submission.tensor_parallelize, GPT(GPTConfig(**config)), rank.group)}
 
 
-@check("tensor_parallelize")
+@check("tensor_parallelize", world_sizes=(2, 4), subgroup=False)
 def model_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """A number of heads that does not divide by the ranks is a ValueError that names both numbers."""
     heads = undividable(trial)
@@ -2582,9 +2622,34 @@ def observe_workshop(trial: Trial) -> SimpleNamespace:
     loss = dense(idx, targets)[1]
     loss.backward()
     gradients = {name: [cut(name, p.grad, rank) for rank in range(n)] for name, p in dense.named_parameters()}
+    alternatives = {
+        f"the bias of c_proj was added {times}": workshop_loss(config, weights, idx, targets, factor)
+        for times, factor in (("n times, by each rank before the sum", n), ("never", 0))
+    }
+    alternatives["nothing was summed over the ranks: each has its partial sum"] = [
+        workshop_loss(config, weights, idx, targets, 1, own=(rank, n)) for rank in range(n)
+    ]
     return SimpleNamespace(
-        results=results, config=config, shards=shards, loss=loss.detach(), gradients=gradients, idx=idx
-    )
+        results=results, config=config, shards=shards, loss=loss.detach(), gradients=gradients, idx=idx,
+        alternatives=alternatives,
+    )  # fmt: skip
+
+
+def workshop_loss(
+    config: dict, weights: dict, idx: Tensor, targets: Tensor, bias_factor: int, own: tuple = (0, 1)
+) -> Tensor:
+    """The dense loss, with c_proj's bias that many times, and with one rank's hidden features alone."""
+    changed = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith("mlp.c_proj.bias"):
+            changed[name] = bias_factor * weight
+        if name.endswith("mlp.c_proj.weight"):
+            rank, n = own
+            mask = (
+                torch.zeros(n).index_fill(0, torch.tensor(rank), 1.0).repeat_interleave(weight.size(1) // n)
+            )
+            changed[name] = weight * mask
+    return dense_model(config, changed)(idx, targets)[1].detach()
 
 
 @check("GPT")
@@ -2638,7 +2703,7 @@ def ran(trial: Trial) -> SimpleNamespace:
 def edited_models_loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the dense model's on every rank."""
     seen = ran(trial)
-    trial.close("the loss", each_rank(seen, "loss"), seen.loss)
+    trial.close("the loss", each_rank(seen, "loss"), seen.loss, alternatives=seen.alternatives)
 
 
 @check("GPT")
