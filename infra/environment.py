@@ -38,7 +38,8 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 def main() -> None:
     """Print the path of a Python that has everything. Ends the process where there is none."""
-    if os.environ.get("SCALE_BY_HAND_FRESH") or Path(sys.prefix) == OWN or not has("torch"):
+    is_own = Path(sys.prefix).resolve() == OWN.resolve()
+    if os.environ.get("SCALE_BY_HAND_FRESH") or is_own or not has("torch"):
         python = own_environment(over_active=False)
         if not is_ready(python):
             say("Installing the course into .venv: once, a few minutes")
