@@ -2,6 +2,7 @@
 
 import importlib
 import linecache
+import os
 import pickle
 import sys
 import traceback
@@ -16,11 +17,16 @@ class LoadError(RuntimeError):
     """A name that the check needs does not exist because the code that defines it failed."""
 
     def __init__(
-        self, message: str, error_type: str = "LoadError", frames: list[list[Any]] | None = None
+        self,
+        message: str,
+        error_type: str = "LoadError",
+        frames: list[list[Any]] | None = None,
+        source: str = "",
     ) -> None:
         super().__init__(message)
         self.error_type = error_type
         self.frames = frames
+        self.source = source
 
 
 class Names(SimpleNamespace):
@@ -32,8 +38,9 @@ class Names(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         failures = self.__dict__.get("_failures", [])
-        if failures:
-            raise failures[0]
+        # Of several cells that failed, the story is the one that should have defined the name.
+        for failure in sorted(failures, key=lambda failure: name not in failure.source):
+            raise failure
         raise LoadError(f"{name} is not defined", "NameError")
 
 
@@ -47,20 +54,35 @@ def load_submission(order: dict[str, Any]) -> Names:
     if order["module"]:
         return Names(vars(importlib.import_module(order["module"])), [])
     module = types.ModuleType(MODULE_NAME)
+    module.__dict__.update(display=_nothing, get_ipython=_nothing)
     sys.modules[MODULE_NAME] = module
     failures = []
     for label, source in order["cells"]:
+        if label.endswith(".py"):
+            module.__file__ = os.path.join(order["directory"], label)
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
         try:
-            exec(compile(source, label, "exec"), module.__dict__)
-        except Exception as error:
+            exec(compile(source, label, "exec", dont_inherit=True), module.__dict__)
+        except (Exception, SystemExit) as error:
             frames = [[f.filename, f.lineno, f.name] for f in traceback.extract_tb(error.__traceback__)]
-            failures.append(LoadError(str(error), type(error).__name__, frames))
+            failures.append(LoadError(error_text(error), type(error).__name__, frames, source))
     return Names(vars(module), failures)
+
+
+def error_text(error: BaseException) -> str:
+    """What an exception says; nothing when its own code fails."""
+    try:
+        return str(error)[:2000]
+    except BaseException:
+        return ""
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing, for any arguments."""
 
 
 def _silence_the_grader() -> None:
     """Inside a submission `check` and `run_ranks` do nothing."""
     grader = sys.modules["grader"]
     for name in ("check", "run_ranks"):
-        setattr(grader, name, lambda *args, **kwargs: None)
+        setattr(grader, name, _nothing)

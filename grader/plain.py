@@ -4,9 +4,9 @@ A value becomes JSON with the tensors taken out, and the tensors become one safe
 never executes anything, so the judge may read what a submission's process has sent.
 """
 
-import json
 import struct
 from collections.abc import Callable
+from json import dumps, loads
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def encode(value: Any) -> bytes:
         NotPlainError: names the offending part, such as `result["layer"]: a Linear`.
     """
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_strip(value, tensors, "result", 0)).encode()
+    text = dumps(_strip(value, tensors, "result", 0)).encode()
     return struct.pack("<Q", len(text)) + text + save_tensors(tensors)
 
 
@@ -40,7 +40,7 @@ def decode(data: bytes) -> Any:
         (length,) = struct.unpack_from("<Q", data)
         if length > len(data) - 8:
             raise ValueError("the text is cut short")
-        tree = json.loads(data[8 : 8 + length])
+        tree = loads(data[8 : 8 + length])
         tensors = load_tensors(data[8 + length :])
         return _restore(tree, tensors)
     except Exception as error:

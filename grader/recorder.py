@@ -8,6 +8,7 @@ import random
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from grader.recording import Event, Recording, Totals
+from grader.unseen import TWICE, world_ranks
 
 # Operation → kind of event, and which argument holds the whole tensor (see Event.num_bytes).
 _C10D = {
@@ -82,6 +84,8 @@ class Recorder(TorchDispatchMode):
         self._delays = None if delay_seed is None else random.Random(delay_seed)
         self._index = 0
         self._window: Window | None = None
+        self.calls: Counter[tuple[int, ...]] = Counter()
+        """World ranks of a group → calls that its backend counts for what was seen (see grader.unseen)."""
 
     @contextmanager
     def record(
@@ -108,6 +112,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor first turns into what its rank computes and sends
         self._index += 1
         event = self._event(func, args, kwargs)
         if event is not None:
@@ -122,6 +128,7 @@ class Recorder(TorchDispatchMode):
     def saw_backend_call(self, kind: str, tensors: list[Tensor], group: tuple[int, ...]) -> None:
         """Count a collective that was called on the backend object, below torch's dispatcher."""
         self._index += 1
+        self.calls[group] += 2 if kind == "reduce_scatter" else 1
         event = self._make(kind, tensors, group, None, "", True)
         self._on_event(event)
         if self._window is not None:
@@ -135,17 +142,19 @@ class Recorder(TorchDispatchMode):
             kind, position = _C10D[name]
             tensors = [] if position is None else _tensors(args[position])
             group = dist.ProcessGroup.unbox(values["process_group"])
+            ranks = tuple(dist.get_process_group_ranks(group))
             peer = next((values[key] for key in ("dst", "src", "root_rank") if key in values), None)
             asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
-            return self._make(
-                kind, tensors, tuple(dist.get_process_group_ranks(group)), peer, "", asynchronous
-            )
+            self.calls[ranks] += max(len(tensors) if "coalesced" in name else 1, 2 if name in TWICE else 1)
+            return self._make(kind, tensors, ranks, peer, "", asynchronous)
         if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
             group = dist.distributed_c10d._resolve_process_group(args[-1])
             ranks = tuple(dist.get_process_group_ranks(group))
             op = next((a.upper() for a in args[1:-1] if isinstance(a, str)), "")
             scale = len(ranks) if _FUNCTIONAL[name] == "all_gather" else 1
-            return self._make(_FUNCTIONAL[name], _tensors(args[0]), ranks, None, op, True, scale)
+            tensors = _tensors(args[0])
+            self.calls[ranks] += max(len(tensors), 1)
+            return self._make(_FUNCTIONAL[name], tensors, ranks, None, op, True, scale)
         return None
 
     def _make(
@@ -284,6 +293,7 @@ _BACKEND_METHODS = {
     "alltoall_base": "all_to_all",
     "send": "send",
     "recv": "recv",
+    "barrier": "barrier",
 }
 
 
@@ -297,7 +307,7 @@ def watch_backends(recorder: Recorder) -> None:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             position = 1 if kind in ("reduce_scatter", "gather", "all_to_all") else 0
             tensors = _tensors(args[position : position + 1])
-            recorder.saw_backend_call(kind, tensors, tuple(range(self.size())))
+            recorder.saw_backend_call(kind, tensors, world_ranks(self))
             return original(self, *args, **kwargs)
 
         return call

@@ -5,7 +5,6 @@ what arrives as data and draws its own conclusions.
 """
 
 import faulthandler
-import json
 import os
 import pickle
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
+from json import dumps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 from grader import plain
 from grader.frames import receive_frame, send_frame
-from grader.loading import LoadError, load_submission
+from grader.loading import LoadError, error_text, load_submission
 from grader.recorder import Recorder, Window, watch_backends
 from grader.recording import Event
-from grader.tampering import Guard
+from grader.tampering import Guard, RefusedError
+from grader.unseen import calls_made, unseen
 
 
 class Rank:
@@ -68,19 +69,36 @@ def run_worker(
     guard: Guard,
 ) -> None:
     """Do one rank's work, then stay until the supervisor lets go: a peer may still need this rank alive."""
-    token = b""
+    _, body = receive_frame(connection)
+    order = plain.decode(body)
+    answer = _answering(connection, order.pop("token"))
+    del body
+    faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
     try:
-        _, body = receive_frame(connection)
-        order = plain.decode(body)
-        token = order["token"]
-        faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
-        result = _work(connection, world_rank, header, order, directory, guard)
-        send_frame(connection, b"R", token + result)
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            error = RuntimeError(f"the code called sys.exit({error.code}) before its result was complete")
-        send_frame(connection, b"X", token + json.dumps(_describe(error, order.get("labels", []))).encode())
+        os.chdir(directory)
+        device = torch.device("cpu")
+        if header["device"] == "cuda":
+            device = torch.device("cuda", world_rank)
+        group = _start_group(world_rank, header, directory, device)
+    except Exception as error:
+        message = f"the ranks could not connect: {error_text(error)}"
+        answer(b"X", dumps({"type": "MachineError", "message": message, "machine": True}).encode())
+    else:
+        try:
+            result = _work(connection, world_rank, header, order, device, group, guard)
+            answer(b"R", result)
+        except BaseException as error:
+            answer(b"X", dumps(_describe(error)).encode())
     receive_frame(connection)
+
+
+def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, bytes], None]:
+    """What sends the result. The token is in no frame's locals while the submission runs."""
+
+    def answer(kind: bytes, body: bytes) -> None:
+        send_frame(connection, kind, token + body)
+
+    return answer
 
 
 def _work(
@@ -88,34 +106,40 @@ def _work(
     world_rank: int,
     header: dict[str, Any],
     order: dict[str, Any],
-    directory: Path,
+    device: torch.device,
+    group: Any,
     guard: Guard,
 ) -> bytes:
     torch.set_num_threads(1)
-    os.chdir(directory)
     is_learner = _learner_code(order)
 
     def on_event(event: Event) -> None:
-        send_frame(connection, b"E", json.dumps(asdict(event)).encode())
+        send_frame(connection, b"E", dumps(asdict(event)).encode())
 
     recorder = Recorder(on_event, is_learner, order["delay_seed"])
     watch_backends(recorder)
-    device = torch.device(header["device"], world_rank) if header["device"] == "cuda" else torch.device("cpu")
-    group = _start_group(world_rank, header, directory, device)
     torch.manual_seed(order["seed"])
     members = header["group"]
     guard.watch(order["forbidden"])
     if world_rank not in members:
         return plain.encode(None)
+    verify, before = guard.verify, calls_made()
     try:
         submission = load_submission(order)
         probe = pickle.loads(order["probe"]) if order["probe"] else _call_function
         rank = Rank(submission, group, members.index(world_rank), len(members), device, recorder)
         arguments = _to_device(order["arguments"], device)
         with recorder:
-            return plain.encode(probe(rank, *arguments))
+            result = plain.encode(probe(rank, *arguments))
+        hidden = unseen(before, recorder.calls)
+        if hidden and order["forbidden"]:
+            raise RefusedError(
+                f"{hidden} of its calls to torch.distributed went past the recorder: "
+                "they were made in another thread, or with dispatch modes switched off"
+            )
+        return result
     finally:
-        guard.verify()
+        verify()
 
 
 def _call_function(rank: Rank, arguments: bytes) -> Any:
@@ -130,24 +154,17 @@ def _start_group(world_rank: int, header: dict[str, Any], directory: Path, devic
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(directory / "rendezvous"), header["world_size"]),
-            rank=world_rank,
-            world_size=header["world_size"],
-            timeout=timedelta(seconds=header["timeout"] + 60),
-        )
-        members = header["group"]
-        if len(members) == header["world_size"]:
-            return dist.group.WORLD
-        return dist.new_group(members)
-    except Exception as error:
-        raise MachineError(f"the ranks could not connect: {error}") from error
-
-
-class MachineError(RuntimeError):
-    """The machine's fault, not the learner's."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(str(directory / "rendezvous"), header["world_size"]),
+        rank=world_rank,
+        world_size=header["world_size"],
+        timeout=timedelta(seconds=header["timeout"] + 60),
+    )
+    members = header["group"]
+    if len(members) == header["world_size"]:
+        return dist.group.WORLD
+    return dist.new_group(members)
 
 
 def _learner_code(order: dict[str, Any]) -> Callable[[str], bool]:
@@ -185,13 +202,14 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _describe(error: BaseException, labels: list[str]) -> dict[str, Any]:
+def _describe(error: BaseException) -> dict[str, Any]:
+    """An exception as plain data. Nothing of a learner's exception class is relied on."""
+    if isinstance(error, SystemExit):
+        error = RuntimeError(f"the code called sys.exit({error.code}) before its result was complete")
     frames = [[f.filename, f.lineno, f.name] for f in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, LoadError):
         frames = error.frames or frames
-    return {
-        "type": error.error_type if isinstance(error, LoadError) else type(error).__name__,
-        "message": str(error)[:2000],
-        "frames": frames[-40:],
-        "machine": isinstance(error, MachineError),
-    }
+    kind = (
+        error.error_type if isinstance(error, LoadError) else type.__getattribute__(type(error), "__name__")
+    )
+    return {"type": str(kind), "message": error_text(error), "frames": frames[-40:]}
