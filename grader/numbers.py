@@ -68,10 +68,14 @@ def ask(rank: Any, name: str, calls: list[list[Any]]) -> list[Any]:
     function = getattr(rank.submission, name)
     answers = []
     for call in calls:
+        arguments = [_unpack(argument) for argument in call]
+        told = repr(arguments)
         try:
-            answers.append(function(*(_unpack(argument) for argument in call)))
+            answers.append(function(*arguments))
         except ValueError as error:
             answers.append(f"ValueError: {error}")
+        if repr(arguments) != told:
+            answers[-1] = f"an answer, and changed its arguments to {arguments}"
     return answers
 
 

@@ -649,7 +649,10 @@ def report(rank: Any, calls: list[list[Any]]) -> list[Any]:
     for config, *arguments in calls:
         with torch.device("meta"):
             model = GPT(GPTConfig(**config))
+        names = list(model.state_dict())
         reports.append(rank.submission.utilization_report(model, *arguments))
+        if list(model.state_dict()) != names:
+            reports[-1] = "a report of a model that it has changed"
     return reports
 
 

@@ -1,0 +1,108 @@
+"""The judge of functions that compute numbers: what counts as the same number, and which slip is named."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grader.numbers import Answers, ask, compare, require_refusal, require_whole_numbers, same, whole
+from grader.verdicts import CheckEnded
+from nanogpt.model import GPTConfig
+
+
+class FakeTrial:
+    """A trial whose one rank is this process."""
+
+    def __init__(self, function: Any) -> None:
+        self.submission = SimpleNamespace(square=function)
+
+    def run(self, probe: Any, *arguments: Any) -> list[Any]:
+        return [probe(SimpleNamespace(submission=self.submission), *arguments)]
+
+    def wrong(self, message: str, help: str = "", cause: str = "") -> None:
+        raise CheckEnded("wrong", message, cause, help)
+
+    def require(self, condition: bool, message: str, help: str = "") -> None:
+        if not condition:
+            self.wrong(message, help)
+
+
+def answers(function: Any, *calls: tuple) -> Answers:
+    return Answers(FakeTrial(function), "square", calls or ((3,), (5,), (8,)), lambda x: x * x)
+
+
+def cause_for(function: Any, **options: Any) -> str:
+    with pytest.raises(CheckEnded) as end:
+        compare(FakeTrial(function), answers(function), **options)
+    return end.value.cause
+
+
+@pytest.mark.parametrize("value", [4, 4.0, torch.tensor(4), torch.tensor([4.0])])
+def test_whole_numbers(value: Any) -> None:
+    assert whole(value) == 4 and same(value, 4, 0.0)
+
+
+@pytest.mark.parametrize("value", [4.5, True, None, "4", float("nan"), float("inf"), [4]])
+def test_what_is_no_whole_number(value: Any) -> None:
+    assert whole(value) is None and not same(value, 4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_same"), [(1.009, True), (1.02, False), (True, False), (float("nan"), False)]
+)
+def test_tolerance(value: Any, is_same: bool) -> None:
+    assert same(value, 1.0, 0.01) == is_same
+
+
+def test_right_answers_pass() -> None:
+    compare(FakeTrial(None), answers(lambda x: x * x))
+
+
+def test_slip_is_named_before_a_factor() -> None:
+    slips = {"a sum for a product": lambda x: x + x}
+    assert (
+        cause_for(lambda x: x + x, slips=lambda x: {text: f(x) for text, f in slips.items()})
+        == "a sum for a product"
+    )
+    assert cause_for(lambda x: 2 * x * x) == "always exactly twice what it should be"
+
+
+def test_constant_and_remembered_answers_are_named() -> None:
+    assert "the same number" in cause_for(lambda x: 7)
+    seen: list[int] = []
+    assert "remembered" in cause_for(lambda x: seen.append(x) or (seen[-2] if len(seen) > 1 else x) ** 2)
+
+
+def test_other_arguments_are_named() -> None:
+    assert cause_for(lambda x: (x + 1) ** 2, alterations={"one too far": lambda x: (x + 1,)}) == "one too far"
+
+
+def test_value_error_is_an_answer() -> None:
+    def refuse(x: int) -> int:
+        raise ValueError(f"not {x}")
+
+    require_refusal(FakeTrial(None), answers(refuse), ["even", "odd"])
+    with pytest.raises(CheckEnded, match="ValueError belongs"):
+        require_refusal(FakeTrial(None), answers(lambda x: x), ["even", "odd"])
+
+
+def test_keys_and_whole_numbers_are_required() -> None:
+    with pytest.raises(CheckEnded, match="no key 'b'"):
+        require_whole_numbers(FakeTrial(None), answers(lambda x: {"a": 1}), ["a", "b"])
+    with pytest.raises(CheckEnded, match="not a whole number"):
+        require_whole_numbers(FakeTrial(None), answers(lambda x: {"a": 1 / 3}), ["a"])
+
+
+def test_dataclasses_travel_and_must_not_change() -> None:
+    def spoil(config: GPTConfig) -> int:
+        object.__setattr__(config, "n_layer", 99)
+        return 1
+
+    packed = {"dataclass": ["nanogpt.model", "GPTConfig"], "fields": {"n_layer": 3}}
+    rank = SimpleNamespace(submission=SimpleNamespace(square=lambda config: config.n_layer))
+    assert ask(rank, "square", [[packed]]) == [3]
+    assert (
+        "changed its arguments"
+        in ask(SimpleNamespace(submission=SimpleNamespace(square=spoil)), "square", [[packed]])[0]
+    )
