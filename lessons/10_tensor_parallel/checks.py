@@ -1092,12 +1092,7 @@ exercise(
 )
 
 
-def dropout_probe(rank, seeds: list[int], probability: float, shape: tuple) -> list[dict]:
-    """What happens after each seed, as if each were a run of its own."""
-    return [one_dropout_run(rank, seed, probability, shape) for seed in seeds]
-
-
-def one_dropout_run(rank, seed: int, probability: float, shape: tuple) -> dict:
+def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     rank.seed(seed)
     first, second = Dropout(probability), Dropout(probability)
     first = rank.submission.share_dropout(first, rank.group, rank.device)
@@ -1114,13 +1109,13 @@ def one_dropout_run(rank, seed: int, probability: float, shape: tuple) -> dict:
 
 
 def observe_dropout(trial: Trial) -> SimpleNamespace:
+    """Each rank has a seed of its own."""
     probability = trial.choice([0.2, 0.3, 0.4])
     shape = (trial.integer(30, 40), trial.integer(40, 50))
     base = trial.integer(1, 10**6)
-    seeds = [[base + rank, base + 1000 + rank] for rank in range(trial.num_ranks)]
-    results = trial.run(dropout_probe, per_rank=[(each, probability, shape) for each in seeds])
-    first, again = ([result[k] for result in results] for k in range(2))
-    return SimpleNamespace(results=first, again=again, probability=probability, shape=shape)
+    runs = [(base + rank, probability, shape) for rank in range(trial.num_ranks)]
+    results = trial.run(dropout_probe, per_rank=runs)
+    return SimpleNamespace(results=results, probability=probability, shape=shape)
 
 
 @check("share_dropout")
@@ -1140,18 +1135,26 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
 
 @check("share_dropout")
 def mask_is_random(trial: Trial) -> None:
-    """The mask changes from call to call, from one dropout to the next, and from run to run."""
-    seen = trial.once(observe_dropout)
-    first, later, other = seen.results[0]["masks"]
-    rerun = seen.again[0]["masks"][0]
+    """The mask changes from call to call, and from one dropout to the next."""
+    first, later, other = trial.once(observe_dropout).results[0]["masks"]
     trial.require(not torch.equal(first, later), "two calls of one dropout dropped the same elements")
     trial.require(
         not torch.equal(first, other),
         "two dropouts have the same stream of masks: every layer would drop the same elements",
         help="Draw a new seed for each dropout.",
     )
+
+
+@check("share_dropout", world_sizes=(2,), subgroup=False)
+def mask_follows_the_seed_of_the_run(trial: Trial) -> None:
+    """Runs with another torch.manual_seed drop other elements."""
+    runs = [
+        [(base + rank, 0.3, (30, 40)) for rank in range(trial.num_ranks)]
+        for base in (trial.integer(1, 1000), trial.integer(2000, 3000))
+    ]
+    first, again = (trial.run(dropout_probe, per_rank=each)[0]["masks"][0] for each in runs)
     trial.require(
-        not torch.equal(first, rerun),
+        not torch.equal(first, again),
         "two runs with different seeds dropped the same elements: the seed is a constant",
         help="Let rank 0 draw the seed from torch's global stream, so that it follows torch.manual_seed.",
     )
