@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from grader.recording import Event, Recording, Totals
-from grader.unseen import TWICE, world_ranks
+from grader.unseen import most_calls, world_ranks
 
 # Operation → kind of event, and which argument holds the whole tensor (see Event.num_bytes).
 _C10D = {
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
     def saw_backend_call(self, kind: str, tensors: list[Tensor], group: tuple[int, ...]) -> None:
         """Count a collective that was called on the backend object, below torch's dispatcher."""
         self._index += 1
-        self.calls[group] += 2 if kind == "reduce_scatter" else 1
+        self.calls[group] += most_calls(f"{kind}_", len(tensors), len(group))
         event = self._make(kind, tensors, group, None, "", True)
         self._on_event(event)
         if self._window is not None:
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
             ranks = tuple(dist.get_process_group_ranks(group))
             peer = next((values[key] for key in ("dst", "src", "root_rank") if key in values), None)
             asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
-            self.calls[ranks] += max(len(tensors) if "coalesced" in name else 1, 2 if name in TWICE else 1)
+            self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
             return self._make(kind, tensors, ranks, peer, "", asynchronous)
         if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
             group = dist.distributed_c10d._resolve_process_group(args[-1])
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
             op = next((a.upper() for a in args[1:-1] if isinstance(a, str)), "")
             scale = len(ranks) if _FUNCTIONAL[name] == "all_gather" else 1
             tensors = _tensors(args[0])
-            self.calls[ranks] += max(len(tensors), 1)
+            self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
             return self._make(_FUNCTIONAL[name], tensors, ranks, None, op, True, scale)
         return None
 

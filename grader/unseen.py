@@ -12,8 +12,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 Ranks = tuple[int, ...]
-TWICE = ("reduce_scatter_", "monitored_barrier_")
-"""Operations that gloo makes of two."""
+
+
+def most_calls(operation: str, num_tensors: int, num_ranks: int) -> int:
+    """As how many calls gloo may count one operation: it makes some of others, one a tensor or a rank."""
+    if operation in ("reduce_scatter_", "monitored_barrier_"):
+        return 2 * num_ranks
+    return max(num_tensors, 1) if "coalesced" in operation else 1
 
 
 def calls_made() -> Counter[Ranks]:
