@@ -93,7 +93,7 @@ def exercise(
         distributed: whether its ranks need a process group.
         uses: other exercises of the same submission that its checks need.
     """
-    lesson = REGISTRY.setdefault(sys._getframe(1).f_globals["__name__"], {})
+    lesson = REGISTRY.setdefault(_lesson_of(sys._getframe(1).f_globals["__name__"]), {})
     if name in lesson:
         raise ValueError(f"exercise {name} is declared twice")
     lesson[name] = Exercise(
@@ -112,7 +112,7 @@ def check(
     """
 
     def register(function: Callable[["Trial"], None]) -> Callable[["Trial"], None]:
-        owner = REGISTRY.get(function.__module__, {}).get(name)
+        owner = REGISTRY.get(_lesson_of(function.__module__), {}).get(name)
         if owner is None:
             raise ValueError(f"check {function.__name__}: declare exercise({name!r}) before it")
         if not function.__doc__:
@@ -128,6 +128,11 @@ def check(
         return function
 
     return register
+
+
+def _lesson_of(module: str) -> str:
+    """The module of the lesson's `checks.py`, for itself and for the files beside it."""
+    return module.partition(".")[0]
 
 
 class Trial:

@@ -45,10 +45,15 @@ class Lesson:
 
     @cached_property
     def exercises(self) -> dict[str, Exercise]:
-        """The lesson's exercises by name, in order, with their checks."""
+        """The lesson's exercises by name, in order, with their checks.
+
+        A long `checks.py` may take parts from files beside it: `from . import checks_of_linears`.
+        """
         module_name = f"checks_of_{self.slug}"
         if module_name not in REGISTRY:
-            spec = importlib.util.spec_from_file_location(module_name, self.directory / "checks.py")
+            spec = importlib.util.spec_from_file_location(
+                module_name, self.directory / "checks.py", submodule_search_locations=[str(self.directory)]
+            )
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[module_name] = module
