@@ -63,7 +63,7 @@ class Trainer:
         self._require_equal_shares()
         torch.manual_seed(config.seed)
         model = GPT(self.model_config).to(place.device)
-        self.flops_per_token = flops_per_token(self.model_config, sum(p.numel() for p in model.parameters()))
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if config.compile:
             model.compile()
         self.module = parallel.wrap(model)
@@ -197,7 +197,7 @@ class Report:
         self.tokens_per_step = config.batch_size * config.block_size
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         peak = peak_flops_per_second(place.device, dtype) * place.num_ranks
-        self.mfu_per_token_per_second = trainer.flops_per_token / peak
+        self.mfu_per_token_per_second = flops_per_token(trainer.model_config, trainer.num_parameters) / peak
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", after_step=trainer.step)
         self.bar = ProgressBar(trainer.step, config.max_steps, shown=True)
         self.restart_clock()

@@ -199,7 +199,7 @@ def train(config: TrainConfig, place: Place, store: dist.Store | None) -> None:
     trainer = Trainer(config, folder, tokens, vocab_size, parallel, place)
     if place.rank == 0:
         run.write()
-        print(f"{folder}: {sum(p.numel() for p in trainer.module.parameters()):,} parameters", flush=True)
+        print(f"{folder}: {trainer.num_parameters:,} parameters", flush=True)
     trainer.run()
     if place.rank == 0:
         print(f"{folder}: metrics.jsonl, loss.png, checkpoints. See what it says: python -m nanogpt.sample")
