@@ -165,6 +165,7 @@ class Trial:
         self._device = device
         self._distributed = distributed
         self._seen: dict[Callable[..., Any], Any] = {}
+        self.where = str(layout) if distributed else ""
         self.output = ""
 
     def integer(self, low: int, high: int) -> int:

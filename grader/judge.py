@@ -142,7 +142,7 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
             return replace(
                 report,
                 verdict=end.verdict,
-                where=str(trial.layout),
+                where=trial.where,
                 message=end.message,
                 cause=end.cause,
                 help=end.help,

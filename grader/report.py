@@ -44,7 +44,7 @@ def _check_lines(check: CheckReport) -> list[tuple[str, str]]:
     if check.verdict in (Verdict.PASSED, Verdict.SKIPPED):
         return lines
     label = "" if check.verdict == Verdict.WRONG else f"{check.verdict}: "
-    lines += _wrap("      ", f"{label}{check.where}: {check.message}", "")
+    lines += _wrap("      ", ": ".join(filter(None, (f"{label}{check.where}", check.message))), "")
     if check.cause:
         lines += _wrap("      likely cause: ", check.cause, "bold")
     if check.help:

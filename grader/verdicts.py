@@ -50,7 +50,7 @@ class CheckReport:
     """What holds when it passes: the check's docstring."""
     verdict: Verdict
     where: str = ""
-    """Such as "with 4 ranks"; "" where it passed everywhere."""
+    """Such as "with 4 ranks"; "" where it passed everywhere, or where no ranks are told apart."""
     message: str = ""
     cause: str = ""
     help: str = ""
