@@ -133,7 +133,7 @@ def why_outputs_are_stale(lesson: Lesson, wanted: NotebookNode) -> str:
     stored = nbformat.read(path, as_version=4)
     before = stored.metadata.get(notebooks.METADATA, {}).get("executed_from", {})
     after = wanted.metadata[notebooks.METADATA]["executed_from"]
-    if changed := [name for name in after if before.get(name) != after[name]]:
+    if changed := sorted(name for name in {*before, *after} if before.get(name) != after.get(name)):
         return f"{', '.join(changed)} changed since it was executed"
     if notebooks.executed_code(stored) != notebooks.executed_code(wanted):
         return "its cells are not what its sources say"

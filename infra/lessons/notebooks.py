@@ -53,8 +53,8 @@ def digest_of_cells(notebook: NotebookNode) -> str:
 def digest_of_sources(lesson: Lesson) -> dict[str, str]:
     """What the outputs of the solved notebook come from, by name: of lesson.md its code, not its prose."""
     code = [[cell.source, cell.exercise] for cell in lesson.cells if cell.kind == "code"]
-    paths = (lesson.checks_path, lesson.solution_path)
-    digests = {path.name: _digest(path.read_bytes()) if path.exists() else "missing" for path in paths}
+    paths = [*sorted(lesson.folder.glob("*.py")), lesson.solution_path]
+    digests = {path.name: _digest(path.read_bytes()) for path in paths if path.exists()}
     return {"code of lesson.md": _digest(json.dumps(code).encode()), **digests}
 
 
