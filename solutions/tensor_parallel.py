@@ -51,7 +51,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     Every rank uses the whole x for its own share of the work, so the gradient of x is the sum of what
     the ranks found. Neither x nor the gradient that comes in is changed. Any shape and dtype.
     """
-    # answer: about 1 line
+    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
     return _CopyToGroup.apply(x, group)
     # end of answer
 
@@ -75,7 +75,7 @@ def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Neither x nor the gradient that comes in is changed. Any shape and dtype.
     """
-    # answer: about 1 line
+    # answer: about 1 line, and a torch.autograd.Function of about 8 lines above
     return _ReduceFromGroup.apply(x, group)
     # end of answer
 
@@ -125,7 +125,7 @@ def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     x (..., k) to (..., n·k). Nothing is summed in backward: what follows a gather is replicated, so
     every rank already has the whole gradient.
     """
-    # answer: about 1 line
+    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
     return _GatherFromGroup.apply(x, group)
     # end of answer
 
@@ -138,7 +138,7 @@ def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     Raises:
         ValueError: k does not divide by n.
     """
-    # answer: about 1 line
+    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
     return _ScatterToGroup.apply(x, group)
     # end of answer
 
@@ -404,14 +404,14 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
 
     Called as before, with the same whole batch on every rank. The loss is the dense one on every rank.
     With targets the logits are this rank's part of the vocabulary, (b, s, rows); without targets they
-    are whole, (b, 1, v), so that `generate` works, and draws the same tokens on every rank. After
-    `loss.backward()` every gradient is complete, and the same on every rank where the parameter is
-    replicated. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
+    are whole, (b, 1, v), so that `generate` works. After `loss.backward()` every gradient is complete, and
+    the same on every rank where the parameter is replicated. Parameter names stay GPT's; `lm_head` and
+    `wte` stay tied.
 
     Raises:
         ValueError: n_head does not divide by the number of ranks; nothing was changed.
     """
-    # answer: about 12 lines
+    # answer: about 12 lines, and a loss and a forward hook of about 12 lines above
     for block in model.transformer.h:
         tensor_parallel_attention(block.attn, group)
         tensor_parallel_mlp(block.mlp, group)

@@ -59,8 +59,8 @@ def describe(module: nn.Module) -> dict:
 
 
 def backward(y: Tensor, upstream: Tensor) -> None:
-    """On a rank: backward, unless the output's shape is wrong already; the checks of the output tell."""
-    if y.shape == upstream.shape:
+    """On a rank: backward, unless the output is no good already; the checks of output and gradient tell."""
+    if isinstance(y, Tensor) and y.requires_grad and y.shape == upstream.shape:
         y.backward(upstream)
 
 
@@ -70,6 +70,10 @@ def each_rank(seen: SimpleNamespace, *path: str) -> list:
     for key in path:
         values = [None if value is None else value.get(key) for value in values]
     return values
+
+
+def shape_of(tensor: Tensor | None) -> tuple | None:
+    return None if tensor is None else tuple(tensor.shape)
 
 
 def wire_bytes(events: list, num_ranks: int) -> float:
@@ -872,9 +876,9 @@ def built_directly(trial: Trial, kind: str) -> None:
     bias_size = 12 if kind == "ColumnParallelLinear" else free
     typical = 1 / math.sqrt(sizes[0])
     for rank, result in enumerate(results):
-        weight, bias = result["weights"]["weight"], result["weights"]["bias"]
-        trial.equal("the shape of weight", tuple(weight.shape), shape)
-        trial.equal("the shape of bias", tuple(bias.shape), (bias_size,))
+        weight, bias = result["weights"].get("weight"), result["weights"].get("bias")
+        trial.equal("the shape of weight", shape_of(weight), shape)
+        trial.equal("the shape of bias", shape_of(bias), (bias_size,))
         trial.equal("the parameters without bias", list(result["without_bias"]), ["weight"])
         spread = weight.double().std().item()
         trial.require(
@@ -1466,9 +1470,9 @@ def heads_of(tensor: Tensor, rank: int, n: int) -> Tensor:
     return torch.cat([own_part(part, 0, rank, n) for part in tensor.chunk(3)])
 
 
-def row_order(actual: Tensor, expected: Tensor) -> list[int] | None:
+def row_order(actual: Tensor | None, expected: Tensor) -> list[int] | None:
     """Which row of `expected` each row of `actual` is, if they are the same rows in some order."""
-    if actual.shape != expected.shape:
+    if actual is None or actual.shape != expected.shape:
         return None
     order = torch.cdist(actual.double(), expected.double()).argmin(dim=1)
     same = torch.allclose(actual.double(), expected.double()[order], atol=1e-6)
@@ -1476,11 +1480,14 @@ def row_order(actual: Tensor, expected: Tensor) -> list[int] | None:
 
 
 def fused_with_bias(tensors: dict) -> Tensor:
-    """c_attn's weight with the bias as one more column, so that both are followed through a reordering."""
-    columns = [tensors["c_attn.weight"]]
-    if "c_attn.bias" in tensors:
-        columns.append(tensors["c_attn.bias"].unsqueeze(1))
-    return torch.cat(columns, 1)
+    """c_attn's weight with the bias as one more column, so that both are followed through a reordering.
+
+    An empty tensor where the two are missing or do not fit.
+    """
+    weight, bias = tensors.get("c_attn.weight"), tensors.get("c_attn.bias")
+    if weight is None or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return torch.empty(0, 0)
+    return weight if bias is None else torch.cat([weight, bias.unsqueeze(1)], 1)
 
 
 @check("tensor_parallel_attention")
@@ -1491,9 +1498,9 @@ def heads_are_cut_by_rank(trial: Trial) -> None:
         fused = fused_with_bias(seen.weights)
         for rank, weights in enumerate(each_rank(seen, "weights")):
             h = seen.x.size(-1)
-            trial.equal("the shape of c_attn.weight", tuple(weights["c_attn.weight"].shape), (3 * h // n, h))
+            trial.equal("the shape of c_attn.weight", shape_of(weights.get("c_attn.weight")), (3 * h // n, h))
             if "c_attn.bias" in seen.weights:
-                trial.equal("the shape of c_attn.bias", tuple(weights["c_attn.bias"].shape), (3 * h // n,))
+                trial.equal("the shape of c_attn.bias", shape_of(weights.get("c_attn.bias")), (3 * h // n,))
             own = fused_with_bias(weights)
             if row_order(own, heads_of(fused, rank, n)) is None:
                 contiguous = row_order(own, own_part(fused, 0, rank, n)) is not None
@@ -1687,6 +1694,8 @@ def embedding_case(trial: Trial, size: int, idx: Tensor) -> SimpleNamespace:
 
 def row_ranges(table: Tensor, shards: list[Tensor]) -> list[tuple[int, int]] | None:
     """(first row, number of rows) of the table on each rank, padding left out; None if rows are missing."""
+    if any(shard is None or shard.dim() != 2 or shard.size(1) != table.size(1) for shard in shards):
+        return None
     first, ranges = 0, []
     for shard in shards:
         size = min(len(shard), len(table) - first)
