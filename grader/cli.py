@@ -215,6 +215,9 @@ def _work(path: str | None, only: tuple[str, ...]) -> list[tuple[Submission, Les
         and (submission.definitions.keys() & lesson.exercises.keys() or submission.open_ended)
     ]
     if not work:
+        borrowed = submission.borrowed
+        work = [(submission, x) for x in lessons() if _wanted(x, only) and borrowed & x.exercises.keys()]
+    if not work:
         broken = submission.broken_cells()
         names = f" called {', '.join(only)}" if only else ""
         why = f"; {broken[0]}" if broken else ": `grade list` shows the names"

@@ -4,11 +4,14 @@ Started by grader.launcher as `python -m grader.forkserver FD`. It never loads a
 a thread; runs are handed over as one end of a socket pair each.
 """
 
+import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 
 # What torch, or the first cell of a notebook, would else import in every rank: done once, here.
 # Matplotlib alone is half a second of processor time.
@@ -19,7 +22,7 @@ import torch._dynamo
 import torch.distributed.tensor.parallel
 import torch.utils.flop_counter
 
-from grader.supervisor import PR_SET_CHILD_SUBREAPER, prctl, supervise
+from grader.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl, supervise
 from grader.tampering import Guard
 
 
@@ -31,7 +34,17 @@ def main() -> None:
     torch.set_num_threads(1)
     guard = Guard()
     supervisors: set[int] = set()
-    control.sendall(b"ready")
+    prctl(PR_SET_DUMPABLE, 0)
+    directory = tempfile.tempdir = tempfile.mkdtemp(prefix="scale-by-hand-")
+    control.sendall(b"ready " + directory.encode())
+    try:
+        _serve(control, guard, supervisors)
+    finally:
+        _end_all()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _serve(control: socket.socket, guard: Guard, supervisors: set[int]) -> None:
     while True:
         select.select([control], [], [], 0.2)
         _reap(supervisors)
@@ -65,6 +78,16 @@ def _reap(supervisors: set[int]) -> None:
                     child.kill()
     except (ChildProcessError, psutil.NoSuchProcess):
         return
+
+
+def _end_all() -> None:
+    """End every process below this one: a supervisor ends its ranks by itself when the judge has gone."""
+    _, left = psutil.wait_procs(psutil.Process().children(), timeout=0.5)
+    while left:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _, left = psutil.wait_procs(psutil.Process().children(), timeout=0.1)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from grader.course import Lesson
 from grader.launcher import CannotGradeError, Code, Launcher, Limits
 from grader.stories import Locate
 from grader.submission import Submission, is_untouched
-from grader.verdicts import CheckEnded, CheckReport, ExerciseReport, Verdict, combine
+from grader.verdicts import CheckEnded, CheckReport, ExerciseReport, Verdict, combine, readable
 
 ENDINGS_UNTIL_SKIP = 2
 """After so many runs of one exercise that ended early, the rest of its checks is skipped."""
@@ -49,7 +49,7 @@ def grade_submission(
         node = submission.definitions.get(exercise.name)
         if node is None and exercise.optional and exercise.name not in only:
             continue
-        report = _not_attempted(submission, lesson, exercise) or grade_exercise(
+        report = _without_a_run(submission, lesson, exercise) or grade_exercise(
             exercise, lesson.name, code, launcher, settings, submission.locate
         )
         reports.append(report)
@@ -57,8 +57,12 @@ def grade_submission(
     return reports
 
 
-def _not_attempted(submission: Submission, lesson: Lesson, exercise: Exercise) -> ExerciseReport | None:
+def _without_a_run(submission: Submission, lesson: Lesson, exercise: Exercise) -> ExerciseReport | None:
+    """The report on an exercise that needs no ranks: it is not there, untouched, or the reference."""
     node = submission.definitions.get(exercise.name)
+    if node is None and exercise.name in submission.borrowed and not submission.trusted:
+        message = "it is imported from the course's own solutions"
+        return ExerciseReport(lesson.name, exercise.name, Verdict.REFUSED, message=message)
     if node is None and not submission.open_ended:
         broken = submission.broken_cells()
         message = f"not defined: {broken[0]}" if broken else "not defined"
@@ -159,11 +163,12 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
 def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:
     """A check that fails by itself: our fault, kept apart from the learner's."""
     last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
     return CheckReport(
         check.name,
         check.sentence,
         Verdict.GRADER_ERROR,
         str(trial.layout),
-        f"the check itself failed ({Path(last.filename).name}:{last.lineno}): {type(error).__name__}: {error}",
+        f"the check itself failed ({place}): {type(error).__name__}: {readable(str(error))}",
         help="This is a fault of the grader, or the result had an unexpected form: please report it.",
     )

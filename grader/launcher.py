@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from grader import plain
 from grader.by_value import by_value
 from grader.frames import receive_frame, send_frame
 from grader.isolation import isolated_command, why_not
+from grader.leftovers import MARK, kill_marked
 from grader.recording import Event, revive
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +101,8 @@ class Launcher:
         self._lock = threading.Lock()
         self._server: subprocess.Popen | None = None
         self._control: socket.socket | None = None
+        self._mark = secrets.token_hex(8)
+        self._directory = ""
 
     def run(
         self,
@@ -204,11 +208,12 @@ class Launcher:
             ]
             command = isolated_command(command, list(self._hidden), visible)
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not (self.isolate and _is_secret(name))},
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "MPLBACKEND": "Agg",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            MARK: self._mark,
         }
         self._server = subprocess.Popen(
             command,
@@ -222,12 +227,14 @@ class Launcher:
         )
         theirs.close()
         ready, _, _ = select.select([ours], [], [], 120)
-        if not ready or ours.recv(5) != b"ready":
+        answer = ours.recv(4096) if ready else b""
+        if not answer.startswith(b"ready "):
             ours.close()
             self._server.kill()
             message = self._server.stderr.read().decode(errors="replace") if self._server.stderr else ""
             raise CannotGradeError(f"the rank server did not start: {message.strip() or 'no answer'}")
         self._control = ours
+        self._directory = "" if self.isolate else answer[6:].decode()
 
     def warm_up(self) -> None:
         """Start the fork server now."""
@@ -241,36 +248,50 @@ class Launcher:
             if self._control is not None:
                 self._control.close()
             if self._server is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._server.wait(2)  # it leaves nothing behind when it ends by itself
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._server.pid, signal.SIGKILL)
                 self._server.wait()
+                if not self.isolate:
+                    kill_marked(self._mark)
+                    shutil.rmtree(self._directory, ignore_errors=True)
                 if self._server.stderr:
                     self._server.stderr.close()
             self._server = self._control = None
 
 
+def _is_secret(name: str) -> bool:
+    return any(word in name.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY"))
+
+
 def _read_rank(state: dict[str, Any], record: bytes, token: bytes) -> RankReport:
-    report = RankReport(**{**state, "events": [_event(e) for e in state["events"]]})
-    if report.status not in ("done", "failed"):
-        return report
-    if record[:TOKEN_BYTES] != token:
-        report.status, report.error = "forged", {"message": "a result that the grader did not write"}
-        return report
+    """What a rank sent, as plain data. Whatever is not in the grader's own form counts as forged."""
+    events, state["events"] = state["events"], []
+    report = RankReport(**state)
     try:
+        report.events = [Event.from_plain(event) for event in events]
+        if report.status not in ("done", "failed"):
+            return report
+        if record[:TOKEN_BYTES] != token:
+            raise ValueError("a result that the grader did not write")
         if report.status == "failed":
-            report.error = json.loads(record[TOKEN_BYTES:])
+            report.error = _error(json.loads(record[TOKEN_BYTES:]))
         else:
             report.result = revive(plain.decode(record[TOKEN_BYTES:]))
-    except (ValueError, KeyError, TypeError) as error:
-        report.status, report.error = "forged", {"message": str(error)}
+    except Exception as error:
+        report.status, report.error = "forged", {"message": str(error)[:300]}
     return report
 
 
-def _event(fields: dict[str, Any]) -> Event:
-    try:
-        return Event.from_plain(fields)
-    except (TypeError, KeyError):
-        return Event("unknown", 0, 0, "", (), (), None, "", False, "", 0, "", 0)
+def _error(fields: Any) -> dict[str, Any]:
+    frames = [(str(file), int(line or 0), str(name)) for file, line, name in fields.get("frames", [])]
+    return {
+        "type": str(fields["type"]),
+        "message": str(fields["message"]),
+        "frames": frames,
+        "machine": fields.get("machine") is True,
+    }
 
 
 def _ending(ended: str, ranks: list[RankReport]) -> str:

@@ -1,6 +1,6 @@
 """What was recorded on one rank, as plain data: communication, FLOPs and bytes, in order."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 COLLECTIVES = (
@@ -50,8 +50,12 @@ class Event:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Event":
-        fields = {**plain, "shape": tuple(plain["shape"]), "group": tuple(plain["group"])}
-        return cls(**fields)
+        """Read an event. Raises ValueError for anything that is not one, field by field."""
+        if not isinstance(plain, dict) or plain.keys() != _FIELDS.keys():
+            raise ValueError("not an event")
+        if any(not _is_of(value, _FIELDS[name]) for name, value in plain.items()):
+            raise ValueError("not an event")
+        return cls(**{**plain, "shape": tuple(plain["shape"]), "group": tuple(plain["group"])})
 
     def describe(self) -> str:
         """Such as `all_reduce (SUM) of 12 float32`."""
@@ -59,6 +63,18 @@ class Event:
         what = f" of {self.num_elements} {self.dtype}" if self.dtype else ""
         peer = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.kind, "")
         return f"{self.kind}{op}{what}{peer}"
+
+
+_FIELDS = {
+    item.name: item.type.__name__ if isinstance(item.type, type) else str(item.type) for item in fields(Event)
+}
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Whether a value from outside is of the type that an event's field has."""
+    if kind == "tuple[int, ...]":
+        return isinstance(value, list | tuple) and all(type(item) is int for item in value)
+    return type(value).__name__ in {"int": ("int",), "int | None": ("int", "NoneType")}.get(kind, (kind,))
 
 
 @dataclass

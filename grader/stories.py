@@ -12,6 +12,7 @@ Locate = Callable[[str, int], str]
 """File and line of the learner's code → such as "cell 3, line 7: `dist.all_reduce(x)`"; "" for other code."""
 
 _CONNECTION = re.compile(r"connection (reset|closed|refused)|socket timeout|broken pipe|peer", re.IGNORECASE)
+_NETWORK = re.compile(r"network is unreachable|name resolution|name or service not known", re.IGNORECASE)
 _MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate", re.IGNORECASE)
 
 
@@ -87,14 +88,28 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         )
     if _MEMORY.search(message) or kind in ("MemoryError", "OutOfMemoryError"):
         return CheckEnded(
-            Verdict.OUT_OF_MEMORY, f"rank {failed[0]} ran out of memory: {_first_line(message)}"
+            Verdict.OUT_OF_MEMORY, f"rank {failed[0]} ran out of memory: {_first_line(message) or kind}"
         )
     if parted and _is_echo(first):
         return parted
+    places = _places(error, locate)
+    raised = f"{kind}: {_first_line(message)}".rstrip(": ")
+    if kind in ("AttributeError", "TypeError", "IndexError", "KeyError") and not places:
+        return CheckEnded(
+            Verdict.WRONG,
+            f"rank {failed[0]}{others} returned something that the check can not use: {raised}",
+            help="Look at the docstring: what must come out?",
+        )
+    help = ""
+    if _NETWORK.search(message) or kind in ("URLError", "gaierror"):
+        help = "A submission can not count on the network: there is none where it is graded."
     return CheckEnded(
         Verdict.CRASHED,
-        f"rank {failed[0]}{others} raised {kind}: {_first_line(message)}",
-        details=_places(error, locate),
+        f"rank {failed[0]}{others} raised {raised}",
+        help="A submission can not count on the network: there is none where it is graded."
+        if no_network
+        else "",
+        details=places,
     )
 
 
@@ -142,7 +157,9 @@ def _hang(
     return CheckEnded(
         Verdict.HUNG,
         what,
-        help="Every rank must reach every collective of its group, in the same order.",
+        help="Is there a loop that does not end? `grade --timeout` allows more seconds."
+        if busy
+        else "Every rank must reach every collective of its group, in the same order.",
         details=places,
     )
 
@@ -274,4 +291,4 @@ def _places(error: dict, locate: Locate) -> tuple[str, ...]:
 
 def _first_line(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no message"
+    return lines[0][:300] if lines else ""

@@ -1,6 +1,7 @@
 """Reads a submission as text: which exercises it defines, and which are still the stub. Runs nothing."""
 
 import ast
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from grader.launcher import Code
 from nanogpt.implementation import Cell, read_cells
 
+MAX_BYTES = 64 << 20
 COURSE_PACKAGES = ("nanogpt", "solutions", "grader", "torch", "lessons")
 
 
@@ -22,6 +24,8 @@ class Submission:
     trusted: bool = False
     definitions: dict[str, ast.AST] = field(default_factory=dict)
     """Top-level name → its last definition; imports from the course or torch do not count."""
+    borrowed: frozenset[str] = frozenset()
+    """Names that it imports from the course's own solutions."""
     open_ended: bool = False
     """It has an `import *`, so more names may exist than can be seen."""
 
@@ -58,23 +62,32 @@ def read_submission(path: Path, *, module: str = "", trusted: bool = False) -> S
     Raises:
         ValueError: one sentence: no such file, not a notebook, not Python.
     """
-    cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb"))
-    return from_cells(path, cells, module=module, trusted=trusted)
+    if path.is_file() and path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_BYTES >> 20} MiB: clear its outputs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # an odd escape in a string is no fault
+        cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb"))
+        return from_cells(path, cells, module=module, trusted=trusted)
 
 
 def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted: bool = False) -> Submission:
     """A submission from cells that have been read already."""
     definitions: dict[str, ast.AST] = {}
+    borrowed: set[str] = set()
     open_ended = False
     for cell in cells:
         if cell.error:
             continue
-        for name, node in _defined(ast.parse(cell.source).body):
+        tree = ast.parse(cell.source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "solutions":
+                borrowed |= {alias.asname or alias.name for alias in node.names}
+        for name, node in _defined(tree.body):
             if name == "*":
                 open_ended = True
             else:
                 definitions[name] = node
-    return Submission(path, cells, module, trusted, definitions, open_ended)
+    return Submission(path, cells, module, trusted, definitions, frozenset(borrowed), open_ended)
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:

@@ -4,9 +4,11 @@ It runs in a process of its own between the judge and the ranks, never loads a s
 on any rank's cooperation: what it can not get in time it does without.
 """
 
+import contextlib
 import ctypes
 import json
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -20,7 +22,8 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from grader.frames import FrameBuffer, receive_frame, send_frame
+from grader.frames import NOT_OURS, FrameBuffer, receive_frame, send_frame
+from grader.leftovers import remove_abandoned_memory
 from grader.tampering import Guard
 from grader.worker import run_worker
 
@@ -29,6 +32,7 @@ TREE_SECONDS = 0.5
 GRACE_SECONDS = 0.25
 OUTPUT_LIMIT = 64 * 1024
 EVENT_LIMIT = 20_000
+EVENT_BYTES = 64 * 1024
 
 
 @dataclass
@@ -65,25 +69,26 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def supervise(judge: socket.socket, guard: Guard) -> None:
     """Serve one run for the judge on the other side of the socket."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_DUMPABLE, 0)  # no rank can read its memory, where the other ranks' orders pass through
     _, body = receive_frame(judge)
     header = json.loads(body)
+    began = time.time()
     directory = Path(tempfile.mkdtemp(prefix="scale-by-hand-"))
+    run = _Run(judge, header, directory, guard)
     try:
-        run = _Run(judge, header, directory, guard)
-        try:
-            run.start()
-            run.watch()
-        finally:
-            run.stop()
-        run.report()
+        run.start()
+        run.watch()
     finally:
+        run.stop()
         shutil.rmtree(directory, ignore_errors=True)
+        remove_abandoned_memory(began)
+    run.report()
 
 
 class _Run:
@@ -120,6 +125,7 @@ class _Run:
             try:
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 _become_rank(theirs, write_end, dump)
+                _limit(self.header["memory_bytes"], self.directory)
                 run_worker(theirs, world_rank, self.header, self.directory, dump, self.guard)
             finally:
                 os._exit(0)
@@ -180,8 +186,9 @@ class _Run:
 
     def _take(self, rank: _Rank, kind: bytes, body: bytes) -> None:
         state = rank.state
-        if kind == b"E" and len(state.events) < EVENT_LIMIT:
-            state.events.append(json.loads(body))
+        if kind == b"E":
+            if len(state.events) < EVENT_LIMIT:
+                state.events.append(_read_event(body))
         elif kind in b"RX" and state.status != "running":
             self._finish(rank, "forged", {"message": "a rank sent more than one result"})
         elif kind == b"R":
@@ -221,12 +228,15 @@ class _Run:
 
     def _measure(self, tree: bool) -> tuple[float, bool]:
         """CPU seconds of the ranks, and whether one could run; ends the run when a limit is passed."""
-        cpu, runnable, rss, count = 0.0, False, 0, 0
+        cpu, runnable, rss = 0.0, False, 0
         processes = (
             _descendants()
             if tree
             else [psutil.Process(r.pid) for r in self.ranks if r.state.exit_code is None]
         )
+        if len(processes) > self.header["max_processes"]:
+            self.ended = "processes"
+            return cpu, True
         for process in processes:
             try:
                 with process.oneshot():
@@ -234,13 +244,10 @@ class _Run:
                     cpu += times.user + times.system
                     runnable |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
                     rss += max(process.memory_info().rss - self.base_rss, 0)
-                    count += 1
             except psutil.Error:
                 continue
         if rss > self.header["memory_bytes"]:
             self.ended = "memory"
-        if count > self.header["max_processes"]:
-            self.ended = "processes"
         return cpu, runnable
 
     def stop(self) -> None:
@@ -254,6 +261,9 @@ class _Run:
         for rank in self.ranks:
             rank.dump.seek(0)
             rank.state.stack = rank.dump.read(OUTPUT_LIMIT).decode(errors="replace")
+        for rank in self.ranks:  # at one blow, also what forks faster than it can be counted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
         for _ in range(200):
             below = _descendants()
             if not below:
@@ -274,8 +284,19 @@ class _Run:
             send_frame(self.judge, b"R", rank.record)
 
 
+def _read_event(body: bytes) -> Any:
+    if len(body) > EVENT_BYTES:
+        raise ValueError(NOT_OURS)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError(NOT_OURS) from None
+
+
 def _become_rank(connection: socket.socket, output: int, dump: BinaryIO) -> None:
-    """Leave the supervisor's world: no inherited descriptor but the rank's own."""
+    """Leave the supervisor's world: a process group, and no inherited descriptor but the rank's own."""
+    os.setpgid(0, 0)
+    prctl(PR_SET_DUMPABLE, 1)
     os.dup2(output, 1)
     os.dup2(output, 2)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -289,6 +310,15 @@ def _become_rank(connection: socket.socket, output: int, dump: BinaryIO) -> None
                 continue
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+
+
+def _limit(memory_bytes: int, directory: Path) -> None:
+    """No core files, no file larger than the memory limit; temporary files go where they are removed."""
+    for kind, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, memory_bytes)):
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
 
 
 def _registered(selector: selectors.BaseSelector) -> set[Any]:

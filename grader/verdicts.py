@@ -35,10 +35,18 @@ class CheckEnded(Exception):
     ) -> None:
         super().__init__(message)
         self.verdict = verdict
-        self.message = message
-        self.cause = cause
+        self.message = readable(message)
+        self.cause = readable(cause)
         self.help = help
-        self.details = details
+        self.details = tuple(map(readable, details))
+
+
+def readable(text: str, limit: int = 1000) -> str:
+    """Text that may hold what a submission wrote, without control characters, and not endless."""
+    short = text if len(text) <= limit else f"{text[:limit]} …"
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in short
+    )
 
 
 @dataclass(frozen=True)

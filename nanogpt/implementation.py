@@ -94,7 +94,8 @@ def _cell(label: str, source: str, tags: tuple[str, ...] = ()) -> Cell:
         compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
         quoted = f" at {error.text.strip()!r}" if error.text and error.text.strip() else ""
-        return Cell(label, source, tags, f"{label}, line {error.lineno}: {error.msg}{quoted}")
+        line = f", line {error.lineno}" if error.lineno else ""
+        return Cell(label, source, tags, f"{label}{line}: {error.msg}{quoted}")
     except (ValueError, RecursionError, MemoryError) as error:
         return Cell(label, source, tags, f"{label}: not Python, {_one_line(error)}")
     return Cell(label, source, tags)
