@@ -72,6 +72,8 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
     if error.get("machine"):
         return CheckEnded(Verdict.GRADER_ERROR, str(error.get("message")))
     kind, message = str(error.get("type", "")), str(error.get("message", ""))
+    if kind == "ModuleNotFoundError" and "'solutions" in message:  # it is not there in an isolated run
+        kind, message = "RefusedError", "it imports the course's own solutions"
     if kind == "RefusedError":
         return CheckEnded(
             Verdict.REFUSED,
@@ -106,9 +108,7 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
     return CheckEnded(
         Verdict.CRASHED,
         f"rank {failed[0]}{others} raised {raised}",
-        help="A submission can not count on the network: there is none where it is graded."
-        if no_network
-        else "",
+        help=help,
         details=places,
     )
 
