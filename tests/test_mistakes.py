@@ -1,4 +1,4 @@
-"""Every wrong implementation in the bank is rejected, by the check that names it, with the words it promises."""
+"""Every mistake in the bank is rejected, by the check that names it, with the words that it promises."""
 
 from collections import Counter
 
