@@ -197,7 +197,7 @@ class GPT(nn.Module):
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy in nats of logits (b, s, v) over the targets (b, s) that are not -1."""
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+        return F.cross_entropy(logits.reshape(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Logits and loss for tokens idx (b, s).
