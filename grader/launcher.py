@@ -193,20 +193,14 @@ class Launcher:
             socket.send_fds(self._control, [b"x"], [end.fileno()])
 
     def _start(self) -> None:
+        reason = why_not() if self.isolate else ""
+        if reason:
+            raise CannotGradeError(f"isolation is not available: {reason}")
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "grader.forkserver", str(theirs.fileno())]
         if self.isolate:
-            reason = why_not()
-            if reason:
-                raise CannotGradeError(f"isolation is not available: {reason}")
-            visible = [
-                ROOT,
-                Path(sys.prefix),
-                Path(sys.base_prefix),
-                Path(torch.__file__).parent,
-                *self._visible,
-            ]
-            command = isolated_command(command, list(self._hidden), visible)
+            python = [Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent]
+            command = isolated_command(command, list(self._hidden), [ROOT, *python, *self._visible])
         environment = {
             **{name: value for name, value in os.environ.items() if not (self.isolate and _is_secret(name))},
             "PYTHONPATH": str(ROOT),

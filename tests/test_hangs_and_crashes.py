@@ -1,0 +1,236 @@
+"""Ranks that hang, crash, or take more than they may: the verdict, the words, and what is left behind."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grader.launcher import CannotGradeError, Code, Launcher, Limits
+from grader.stories import ending
+from grader.verdicts import Verdict
+from tests.attempts import FORWARD, grade, look, twisted
+
+CRASHES = {
+    "one rank raises, its peer waits": (
+        "if group.rank() == 1: raise ValueError('the story')\ndist.barrier(group)",
+        "rank 1 raised ValueError: the story",
+    ),
+    "one rank leaves, its peer waits": (
+        "if group.rank() == 1: os._exit(3)\ndist.barrier(group)",
+        "rank 1 ended with exit status 3 before it had given its result",
+    ),
+    "segmentation fault": ("import ctypes; ctypes.string_at(0)", "was killed by signal 11"),
+    "abort": ("os.abort()", "was killed by signal 6"),
+    "its own alarm": ("import signal; signal.alarm(1); time.sleep(60)", "was killed by signal 14"),
+    "recursion": ("return copy_to_group(x, group)", "raised RecursionError"),
+    "an exception that can not be printed": (
+        "class Odd(Exception):\n    def __str__(self): raise RuntimeError\nraise Odd",
+        "raised Odd",
+    ),
+    "no ordinary exception": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    "control characters": ("raise ValueError('\\x1b[31m \\ud800')", "ValueError: \\x1b[31m \\ud800"),
+    "all descriptors closed": ("os.closerange(3, 200)", "before it had given its result"),
+    "a float meets a double": (
+        "dist.all_reduce(torch.ones(4, dtype=torch.float32 if group.rank() else torch.float64), group=group)",
+        "the ranks parted: rank 0 called all_reduce (SUM) of 4 float64",
+    ),
+}
+
+HANGS = {
+    "shapes differ": (
+        "dist.all_reduce(torch.ones(3 + group.rank()), group=group)",
+        "rank 0 called all_reduce (SUM) of 3 float32",
+    ),
+    "another order": (
+        """
+        a, b = torch.ones(2), torch.ones(2)
+        first, second = (a, b) if group.rank() else (b, a)
+        if group.rank(): dist.broadcast(a, group=group, group_src=0)
+        dist.all_reduce(b, group=group)
+        if not group.rank(): dist.broadcast(a, group=group, group_src=0)
+        """,
+        "the ranks parted",
+    ),
+    "all send first": (
+        """
+        other = 1 - group.rank()
+        dist.send(torch.ones(16), group=group, group_dst=other)
+        dist.recv(torch.ones(16), group=group, group_src=other)
+        """,
+        "every rank sends before any of them receives",
+    ),
+    "nobody sends": (
+        "dist.recv(torch.ones(3), group=group, group_src=1 - group.rank())",
+        "waits for a message from rank 1 that was never sent",
+    ),
+    "a barrier on one rank": ("if group.rank() == 0: dist.barrier(group)", "rank 0 called barrier"),
+    "a sub-group of its own": (
+        "mine = dist.new_group([0, 1])\nif group.rank() == 0: dist.barrier(mine)",
+        "waiting in barrier",
+    ),
+    "a signal handler": (
+        """
+        import signal
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        dist.recv(torch.ones(3), group=group, group_src=1 - group.rank())
+        """,
+        "deadlock: no rank moved",
+    ),
+}
+
+
+def everything(report) -> str:
+    return "\n".join([report.message, report.cause, report.help, *report.details])
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_crash_is_told(name: str, tmp_path: Path, launcher: Launcher) -> None:
+    lines, words = CRASHES[name]
+    report = look(tmp_path, twisted(lines), launcher)
+    assert (
+        report.verdict in (Verdict.CRASHED, Verdict.HUNG) if "meets" in name else report.verdict == "crashed"
+    )
+    assert words in everything(report)
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_deadlock_is_told_in_seconds(name: str, tmp_path: Path, launcher: Launcher) -> None:
+    lines, words = HANGS[name]
+    launcher.warm_up()
+    began = time.monotonic()
+    report = look(tmp_path, twisted(lines), launcher, idle=1.5)
+    assert report.verdict in (Verdict.HUNG, Verdict.CRASHED)  # gloo may abort where sizes or calls differ
+    assert words in everything(report)
+    assert time.monotonic() - began < 20  # of the 30 minutes that gloo would wait
+
+
+def test_a_rank_that_loops_is_stopped_and_its_peer_is_not_blamed(tmp_path: Path, launcher: Launcher) -> None:
+    loops = twisted("while group.rank() == 1: pass\ndist.barrier(group)")
+    report = look(tmp_path, loops, launcher, timeout=2)
+    assert report.verdict == Verdict.HUNG
+    assert "had not finished after 2 seconds" in report.message
+    assert "rank 1 never did" in report.message
+    assert "rank 1 stood in submission.py, line 24: `while group.rank() == 1: pass`" in report.details
+
+
+def test_endless_output_is_stopped_and_much_output_is_no_fault(tmp_path: Path, launcher: Launcher) -> None:
+    assert look(tmp_path, twisted("while True: print('x' * 1000)"), launcher, timeout=2).verdict == "hung"
+    assert look(tmp_path, twisted("print('x' * 20_000_000)"), launcher).verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ["hoard = []\nwhile group.rank() == 1: hoard.append(bytearray(30_000_000))", "torch.empty(10**13)"],
+)
+def test_out_of_memory(lines: str, tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted(lines), launcher, memory_bytes=2**29)
+    assert report.verdict == Verdict.OUT_OF_MEMORY
+
+
+def test_a_file_without_end_is_stopped(tmp_path: Path, launcher: Launcher) -> None:
+    lines = "with open('big', 'wb') as file:\n    while True: file.write(bytes(10**7))"
+    report = look(tmp_path, twisted(lines), launcher, memory_bytes=2**28)
+    assert report.verdict == Verdict.CRASHED
+    assert "File too large" in report.message
+
+
+def test_a_fork_bomb_is_refused(tmp_path: Path, launcher: Launcher) -> None:
+    lines = "for _ in range(6): os.fork()\ntime.sleep(60)"
+    report = look(tmp_path, twisted(lines), launcher, max_processes=20)
+    assert report.verdict == Verdict.REFUSED
+    assert "more than 20 processes" in report.message
+
+
+def test_nothing_is_left_behind(tmp_path: Path, launcher: Launcher) -> None:
+    """A daemon, shared memory, temporary files: all gone when the verdict is there."""
+    lines = f"""
+        import subprocess, tempfile
+        from multiprocessing import shared_memory
+        shared_memory.SharedMemory(create=True, size=100, name=f"left-{{os.getpid()}}")
+        made = [os.path.abspath("file"), tempfile.mkdtemp()]
+        open("file", "w").close()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                made.append(str(os.getpid()))
+                with open("{tmp_path}/made", "a") as file: print(*made, file=file)
+                time.sleep(1000)
+            time.sleep(0.5)
+            os._exit(0)
+        time.sleep(0.5)
+    """
+    assert look(tmp_path, twisted(lines), launcher).verdict == Verdict.PASSED
+    rows = [line.split() for line in (tmp_path / "made").read_text().splitlines()]
+    assert len(rows) == 4  # two ranks in each of two layouts
+    for file, folder, pid in rows:
+        assert not Path(file).exists()
+        assert not Path(folder).exists()
+        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    shared = Path("/dev/shm")
+    assert not shared.is_dir() or not list(shared.glob("left-*"))
+
+
+def test_a_killed_supervisor_leaves_nothing_and_the_next_run_works(tmp_path: Path) -> None:
+    launcher = Launcher()
+    try:
+        lines = f"""
+            import signal
+            if os.fork() == 0:
+                os.setsid()
+                with open("{tmp_path}/pids", "a") as file: print(os.getpid(), file=file)
+                time.sleep(1000)
+            time.sleep(0.5)
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        """
+        report = look(tmp_path, twisted(lines), launcher)
+        assert report.verdict == Verdict.REFUSED
+        assert "the process that keeps the ranks was killed" in report.message
+        gone = [int(line) for line in (tmp_path / "pids").read_text().split()]
+        deadline = time.monotonic() + 10
+        while any(psutil.pid_exists(pid) for pid in gone) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [pid for pid in gone if psutil.pid_exists(pid)]
+        assert look(tmp_path, twisted(), launcher).verdict == Verdict.PASSED
+    finally:
+        launcher.close()
+
+
+def test_two_gradings_at_once(tmp_path: Path, launcher: Launcher) -> None:
+    """No port is shared: ranks find each other through a file of their own."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(3) as pool:
+        reports = pool.map(lambda folder: grade(folder, twisted(), launcher, FORWARD), folders)
+    assert {report.verdict for report in reports} == {Verdict.PASSED}
+
+
+def test_the_machines_fault_is_not_the_learners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
+    launcher = Launcher()
+    try:
+        report = look(tmp_path, twisted(), launcher)
+    finally:
+        launcher.close()
+    assert report.verdict == Verdict.GRADER_ERROR
+    assert "the ranks could not connect" in report.message
+
+
+def test_a_group_has_a_time_limit_of_its_own(launcher: Launcher) -> None:
+    def probe(rank):
+        return rank.group._get_backend(rank.device).options._timeout.total_seconds()
+
+    limits = Limits(timeout=20)
+    report = launcher.run(probe, Code(), [()], limits=limits)
+    assert ending(report, lambda file, line: "", limits, [0]) is None
+    assert report.ranks[0].result < 30 * 60
+
+
+def test_isolation_that_is_not_to_be_had_is_no_grade(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grader.launcher.why_not", lambda: "not here")
+    with pytest.raises(CannotGradeError, match="isolation is not available: not here"):
+        Launcher(isolate=True).warm_up()
