@@ -175,9 +175,11 @@ def _grade(
             hidden = [ROOT / "solutions", ROOT / "tests", ROOT / ".git"]
             launcher = Launcher(shut_in, hidden, [submission.path.parent.resolve()])
             try:
-                with console.status(f"grading {lesson.name}"):
+                with console.status(f"grading {lesson.name}") as status:
                     names = only or _defined_only(submission, lesson)
-                    reports += grade_submission(submission, lesson, launcher, settings, names, show)
+                    reports += grade_submission(
+                        submission, lesson, launcher, settings, names, show, status.update
+                    )
             finally:
                 launcher.close()
     except CannotGradeError as error:
@@ -196,7 +198,8 @@ def _grade(
 def _work(path: str | None, only: tuple[str, ...]) -> list[tuple[Submission, Lesson]]:
     """What to grade: pairs of a submission and a lesson whose exercises it has."""
     if path is None:
-        return [(read_submission(lesson.notebook), lesson) for lesson in lessons() if _wanted(lesson, only)]
+        ready = [lesson for lesson in lessons() if lesson.notebook.exists() and _wanted(lesson, only)]
+        return [(read_submission(lesson.notebook), lesson) for lesson in ready]
     given = Path(path)
     folder = given.resolve()
     if folder == ROOT / "solutions" or (path == "solutions" and not given.exists()):
@@ -206,6 +209,8 @@ def _work(path: str | None, only: tuple[str, ...]) -> list[tuple[Submission, Les
             return [(read_submission(lesson.notebook), lesson)]
         if folder == lesson.solution:
             return [(_solution(lesson), lesson)]
+    if not given.exists():
+        raise ValueError(f"{path}: there is no such file or folder")
     trusted = folder.parent == ROOT / "solutions"
     submission = read_submission(given, trusted=trusted)
     work = [

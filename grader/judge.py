@@ -39,8 +39,9 @@ def grade_submission(
     settings: Settings,
     only: Sequence[str] = (),
     on_report: Callable[[ExerciseReport], None] = lambda report: None,
+    on_start: Callable[[str], None] = lambda name: None,
 ) -> list[ExerciseReport]:
-    """Grade a submission's exercises of one lesson; calls `on_report` as each is done."""
+    """Grade a submission's exercises of one lesson; calls `on_start` and `on_report` around each."""
     code = submission.code(skip=lesson.demonstrations)
     reports = []
     for exercise in lesson.exercises.values():
@@ -49,6 +50,7 @@ def grade_submission(
         node = submission.definitions.get(exercise.name)
         if node is None and exercise.optional and exercise.name not in only:
             continue
+        on_start(f"grading {exercise.name}")
         report = _without_a_run(submission, lesson, exercise) or grade_exercise(
             exercise, lesson.name, code, launcher, settings, submission.locate
         )
@@ -64,13 +66,9 @@ def _without_a_run(submission: Submission, lesson: Lesson, exercise: Exercise) -
         message = "it is imported from the course's own solutions"
         return ExerciseReport(lesson.name, exercise.name, Verdict.REFUSED, message=message)
     if node is None and not submission.open_ended:
-        broken = submission.broken_cells()
-        message = f"not defined: {broken[0]}" if broken else "not defined"
-        verdict = (
-            Verdict.CRASHED
-            if any(exercise.name in cell.source for cell in submission.cells if cell.error)
-            else Verdict.NOT_ATTEMPTED
-        )
+        broken = [cell.error for cell in submission.cells if cell.error and exercise.name in cell.source]
+        verdict = Verdict.CRASHED if broken else Verdict.NOT_ATTEMPTED
+        message = broken[0] if broken else "not defined"
         return ExerciseReport(lesson.name, exercise.name, verdict, message=message)
     if node is not None and is_untouched(node, lesson.given.get(exercise.name)):
         return ExerciseReport(lesson.name, exercise.name, Verdict.NOT_ATTEMPTED, message="still as given")

@@ -9,10 +9,16 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from grader.by_value import by_value
 from grader.launcher import ROOT, Code, Limits, shared_launcher
+
+if TYPE_CHECKING:
+    from grader.checks import Exercise
+    from grader.course import Lesson
+    from grader.verdicts import ExerciseReport
 
 
 def check(definition: Any, device: str = "cpu") -> None:
@@ -24,35 +30,41 @@ def check(definition: Any, device: str = "cpu") -> None:
         definition: the class or function; it is found in the course by its name.
         device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
 
-    Raises:
-        ValueError: the course has no exercise of that name.
+    What can not be checked, such as a name that is no exercise, is told in a sentence.
     """
     from grader.course import find_exercise, lessons
-    from grader.judge import Settings, grade_exercise
     from grader.report import exercise_lines
-    from grader.verdicts import ExerciseReport, Verdict
 
-    name = getattr(definition, "__name__", str(definition))
+    name = definition if isinstance(definition, str) else getattr(definition, "__name__", str(definition))
     found = find_exercise(name)
     if found is None:
-        names = [each for lesson in lessons() for each in lesson.exercises]
-        close = difflib.get_close_matches(name, names, 1)
-        raise ValueError(
-            f"the course has no exercise {name!r}" + (f": did you mean {close[0]}?" if close else "")
-        )
-    lesson, exercise = found
-    if _is_untouched(definition, lesson.given.get(name)):
-        report = ExerciseReport(
-            lesson.name, name, Verdict.NOT_ATTEMPTED, message="write it, run its cell, and check again"
-        )
+        close = difflib.get_close_matches(name, [each for x in lessons() for each in x.exercises], 1)
+        print(f"the course has no exercise {name!r}" + (f": did you mean {close[0]}?" if close else ""))
+    elif isinstance(definition, str):
+        print(f"give the definition itself: check({name})")
     else:
-        names = {name: definition, **_others(definition, exercise.uses)}
-        code = Code(pickled=by_value(names), directory=os.getcwd())
-        report = grade_exercise(
-            exercise, lesson.name, code, shared_launcher(), Settings(device=device), _locate
-        )
-    for line, _ in exercise_lines(report):
-        print(line)
+        for line, _ in exercise_lines(_report(name, definition, device, *found)):
+            print(line)
+
+
+def _report(
+    name: str, definition: Any, device: str, lesson: "Lesson", exercise: "Exercise"
+) -> "ExerciseReport":
+    """Grade a definition. A broken program that a lesson gives is run too: its failure is where to start."""
+    from grader.judge import Settings, grade_exercise
+    from grader.verdicts import ExerciseReport, Verdict
+
+    given = lesson.given.get(name)
+    untouched = _is_untouched(definition, given)
+    if untouched and given is None:
+        message = "write it, run its cell, and check again"
+        return ExerciseReport(lesson.name, name, Verdict.NOT_ATTEMPTED, message=message)
+    names = {name: definition, **_others(definition, exercise.uses)}
+    code = Code(pickled=by_value(names), directory=os.getcwd())
+    report = grade_exercise(exercise, lesson.name, code, shared_launcher(), Settings(device=device), _locate)
+    if untouched:
+        return replace(report, verdict=Verdict.NOT_ATTEMPTED, message="as it was given; this is how it fails")
+    return report
 
 
 def run_ranks(

@@ -92,6 +92,12 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         return CheckEnded(
             Verdict.OUT_OF_MEMORY, f"rank {failed[0]} ran out of memory: {_first_line(message) or kind}"
         )
+    if "'NoneType' object" in message and not _places(error, locate):
+        return CheckEnded(
+            Verdict.WRONG,
+            f"on rank {failed[0]} it gave None where a value is needed",
+            "is the `return` missing?",
+        )
     if parted and _is_echo(first):
         return parted
     places = _places(error, locate)
