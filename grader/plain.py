@@ -95,6 +95,8 @@ def _store(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
         try:
             plain = torch.Tensor.as_subclass(tensor.detach(), Tensor).cpu().contiguous().clone()
         except RuntimeError as error:
+            if type(tensor) is Tensor:
+                raise  # there is no memory for it
             raise NotPlainError(f"{where} is a {type(tensor).__name__}: return a plain tensor") from error
     name = str(len(tensors))
     tensors[name] = plain

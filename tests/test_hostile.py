@@ -1,0 +1,347 @@
+"""Tricks that must not work: leaving early, forging, reading the reference, replacing the tools."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+
+from grader import plain
+from grader.cli import _work
+from grader.judge import Settings, grade_submission
+from grader.launcher import ROOT, Code, Launcher, Limits
+from grader.report import summary
+from grader.verdicts import Verdict
+from tests.attempts import FORWARD, grade, look, twisted
+
+REFERENCE = ROOT / "solutions" / "tensor_parallel.py"
+LIMITS = Limits(timeout=20)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not import tests
+
+LEAVING = {
+    "os._exit": ("os._exit(0)", "ended with exit status 0 before it had given its result"),
+    "sys.exit": ("sys.exit(0)", "the code called sys.exit(0) before its result was complete"),
+    "atexit": (
+        "import atexit; atexit.register(os._exit, 0); sys.exit()",
+        "before its result was complete",
+    ),
+}
+
+FORGING = {
+    "junk on every descriptor": """
+        for descriptor in range(3, 60):
+            try: os.write(descriptor, b"passed" * 9)
+            except OSError: pass
+        time.sleep(5)
+    """,
+    "a result without the token": """
+        import struct
+        for descriptor in range(3, 60):
+            try: os.write(descriptor, struct.pack("<cQ", b"R", 80) + bytes(80))
+            except OSError: pass
+        time.sleep(5)
+    """,
+    "a pickle as a result": """
+        import pickle, struct
+        class Bomb:
+            def __reduce__(self): return os.system, ("touch exploded",)
+        bomb = bytes(32) + pickle.dumps(Bomb())
+        for descriptor in range(3, 60):
+            try: os.write(descriptor, struct.pack("<cQ", b"R", len(bomb)) + bomb)
+            except OSError: pass
+        time.sleep(5)
+    """,
+    "an event nested without end": """
+        import struct
+        for descriptor in range(3, 60):
+            try: os.write(descriptor, struct.pack("<cQ", b"E", 60000) + b"[" * 60000)
+            except OSError: pass
+        time.sleep(5)
+    """,
+    "an event of odd types": """
+        import json, struct
+        event = dict(kind=[], num_bytes="x", num_elements=0, dtype="", shape=[], group=[[0]], peer=None,
+                     op="", asynchronous=True, file="", line=0, after="", index=0)
+        body = json.dumps(event).encode()
+        for descriptor in range(3, 60):
+            try: os.write(descriptor, struct.pack("<cQ", b"E", len(body)) + body)
+            except OSError: pass
+        time.sleep(5)
+    """,
+}
+
+READING = {
+    "open": f"open({str(REFERENCE)!r}).read()",
+    "open, and hide that it failed": f"try: open({str(REFERENCE)!r})\nexcept BaseException: pass",
+    "os.open": f"os.open({str(REFERENCE)!r}, os.O_RDONLY)",
+    "import": "import solutions.tensor_parallel",
+    "importlib": "import importlib; importlib.import_module('solutions.tensor_parallel')",
+    "linecache": f"import linecache; linecache.getlines({str(REFERENCE)!r})",
+    "a link": f"os.link({str(REFERENCE)!r}, 'own.py')",
+    "a symbolic link": f"os.symlink({str(ROOT / 'solutions')!r}, f'own{{group.rank()}}{{time.time()}}'); "
+    "open(next(n for n in os.listdir() if n.startswith('own')) + '/tensor_parallel.py')",
+    "cat": f"import subprocess; subprocess.run(['cat', {str(REFERENCE)!r}])",
+    "a shell": "os.popen('cat solutions/tensor_parallel.py').read()",
+    "git": "import subprocess; subprocess.run(['git', 'show', 'HEAD:solutions/tensor_parallel.py'])",
+}
+
+REPLACING = {
+    "torch.allclose": "torch.allclose = lambda *a, **k: True",
+    "torch.Tensor.__add__": "torch.Tensor.__add__ = lambda a, b: a",
+    "torch.distributed.all_reduce": "dist.all_reduce = lambda *a, **k: None",
+    "time.sleep": "time.sleep = lambda seconds: None",
+    "builtins.open": "import builtins; builtins.open = print",
+    "json.dumps": "import json; json.dumps = lambda *a, **k: '{}'",
+    "pickle.loads": "import pickle; pickle.loads = lambda *a: None",
+    "grader.recorder.Recorder.__torch_dispatch__": """
+        import grader.recorder
+        grader.recorder.Recorder.__torch_dispatch__ = lambda self, f, t, a=(), k=None: f(*a, **(k or {}))
+    """,
+    "grader.recorder._C10D": "import grader.recorder; grader.recorder._C10D.clear()",
+    "grader.recorder._event": """
+        import grader.recorder
+        grader.recorder.Recorder._event.__code__ = (lambda self, func, args, kwargs: None).__code__
+    """,
+    "torch.equal": """
+        import grader.tampering
+        grader.tampering.Guard.verify = grader.tampering.Place.replaced = lambda self: ""
+        torch.equal = lambda *a: True
+    """,
+}
+
+LYING = """
+    class Liar(torch.Tensor):
+        def __eq__(self, other): return torch.tensor(True)
+        def __sub__(self, other): return torch.zeros(())
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return torch.zeros(()) if function is torch.Tensor.sub else super().__torch_function__(
+                function, types, args, kwargs or {})
+"""
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_leaving_is_not_passing(name: str, tmp_path: Path, launcher: Launcher) -> None:
+    lines, words = LEAVING[name]
+    report = look(tmp_path, twisted(lines), launcher)
+    assert report.verdict == Verdict.CRASHED
+    assert words in report.message
+
+
+@pytest.mark.parametrize("name", FORGING)
+def test_a_forged_result_is_refused(name: str, tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted(FORGING[name]), launcher, idle=1.5)
+    assert report.verdict == Verdict.REFUSED
+    assert "wrote to the grader's result channel" in report.message
+    assert not (tmp_path / "exploded").exists()
+    assert not (ROOT / "exploded").exists()
+
+
+def test_two_results_are_refused(tmp_path: Path, launcher: Launcher) -> None:
+    """Sending one's own and letting the grader send its own afterwards."""
+    lines = """
+        import struct
+        for descriptor in range(3, 60):
+            try: os.write(descriptor, struct.pack("<cQ", b"X", 40) + bytes(40))
+            except OSError: pass
+    """
+    assert look(tmp_path, twisted(lines), launcher).verdict == Verdict.REFUSED
+
+
+def test_the_token_is_in_no_frame_and_no_dictionary(tmp_path: Path, launcher: Launcher) -> None:
+    lines = """
+        import gc
+        frame, tokens = sys._getframe(), 0
+        while frame:
+            tokens += any(type(v) is bytes and len(v) == 32 for v in frame.f_locals.values())
+            tokens += any("token" in v for v in frame.f_locals.values() if type(v) is dict)
+            frame = frame.f_back
+        tokens += any("token" in d and "probe" in d for d in gc.get_objects() if type(d) is dict)
+        assert tokens == 0
+    """
+    assert look(tmp_path, twisted(lines), launcher).verdict == Verdict.PASSED
+
+
+@pytest.mark.parametrize("name", READING)
+def test_reading_the_reference_is_refused(name: str, tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted(READING[name]), launcher)
+    assert report.verdict == Verdict.REFUSED
+    assert "the course's own solution" in report.message
+
+
+@pytest.mark.parametrize("name", REPLACING)
+def test_replaced_tools_are_refused(name: str, tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted(REPLACING[name]), launcher)
+    assert report.verdict == Verdict.REFUSED
+    assert name in report.message
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        """
+        from torch.utils._python_dispatch import _disable_current_modes
+        with _disable_current_modes(): dist.all_reduce(torch.ones(3), group=group)
+        """,
+        """
+        import threading
+        thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(3), group=group))
+        thread.start(); thread.join()
+        """,
+    ],
+)
+def test_hidden_communication_is_refused(lines: str, tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted(lines), launcher)
+    assert report.verdict == Verdict.REFUSED
+    assert "went past the recorder" in report.message
+
+
+def test_a_lying_tensor_is_read_for_what_it_holds(tmp_path: Path, launcher: Launcher) -> None:
+    source = twisted(LYING, returns="(Copy.apply(x, group) * 0).as_subclass(Liar)")
+    report = look(tmp_path, source, launcher)
+    assert report.verdict == Verdict.WRONG
+    assert "it is zero everywhere" in report.cause
+
+
+def test_inputs_changed_in_place_do_not_move_the_comparison(tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted("x.data.zero_()"), launcher)
+    assert report.verdict == Verdict.WRONG
+
+
+def test_an_object_is_never_pickled_for_the_judge() -> None:
+    class Bomb:
+        def __reduce__(self):
+            return os._exit, (0,)
+
+    with pytest.raises(plain.NotPlainError, match="is a Bomb"):
+        plain.encode({"output": Bomb()})
+
+
+def test_an_imported_reference_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "submission.py"
+    path.write_text("from solutions.tensor_parallel import copy_to_group\n")
+    ((submission, lesson),) = _work(str(path), ("copy_to_group",))
+    (report,) = grade_submission(submission, lesson, Launcher(), Settings(), ("copy_to_group",))
+    assert report.verdict == Verdict.REFUSED
+    assert report.message == "it is imported from the course's own solutions"
+
+
+def test_files_of_its_own_shadow_nothing(tmp_path: Path, launcher: Launcher) -> None:
+    """Neither torch, nor json, nor the grader, nor the lesson's checks; nor is a conftest read."""
+    trap = f"open({str(tmp_path / 'sprung')!r}, 'w').close()\nraise SystemExit('shadow')\n"
+    names = ("torch.py", "json.py", "conftest.py", "sitecustomize.py", "checks.py", "pytest.py")
+    for name in names:
+        (tmp_path / name).write_text(trap)
+    for package in ("grader", "nanogpt", "torch", "lessons"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(trap)
+    source = twisted("import json, torch, grader.recorder, nanogpt.model")
+    assert look(tmp_path, source, launcher).verdict == Verdict.PASSED
+    assert not (tmp_path / "sprung").exists()
+
+
+# Shut in
+
+
+def test_isolated_ranks_have_no_network_but_loopback(tmp_path: Path, isolated: Launcher) -> None:
+    lines = "import socket; socket.create_connection(('1.1.1.1', 80), timeout=3)"
+    report = look(tmp_path, twisted(lines), isolated)
+    assert report.verdict == Verdict.CRASHED
+    assert "Network is unreachable" in report.message
+    assert report.help == "A submission can not count on the network: there is none where it is graded."
+    assert look(tmp_path, twisted(), isolated).verdict == Verdict.PASSED
+
+
+def look_around(rank, root: str):
+    """On an isolated rank: what can be seen and reached of what it must not see."""
+    hidden = [name for name in ("solutions", "tests", ".git") if os.path.isdir(os.path.join(root, name))]
+    commands, opened = [], []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            commands.append(file.read().decode(errors="replace"))
+    wanted = {f"/proc/{pid}/mem": "rb" for pid in (1, os.getppid())}
+    wanted |= {os.path.join(folder, "written-by-a-rank"): "wb" for folder in (root, os.path.expanduser("~"))}
+    for path, mode in wanted.items():
+        try:
+            with open(path, mode):
+                opened.append(path)
+        except OSError:
+            continue
+    return {
+        "hidden files": [name for folder in hidden for name in os.listdir(os.path.join(root, folder))],
+        "processes of the judge": [command for command in commands if "pytest" in command],
+        "opened": opened,
+    }
+
+
+def test_isolated_ranks_see_nothing_of_the_judge(isolated: Launcher) -> None:
+    """No reference, no history, no process of the judge, no memory of the fork server or supervisor."""
+    report = isolated.run(look_around, Code(trusted=True), [(str(ROOT),)] * 2, limits=LIMITS)
+    assert report.ended == "complete", [rank.error for rank in report.ranks]
+    assert report.ranks[0].result == {"hidden files": [], "processes of the judge": [], "opened": []}
+
+
+def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch, isolated: Launcher) -> None:
+    monkeypatch.setenv("PLATFORM_TOKEN", "s3cret")
+    isolated.close()  # it starts again at the next run, with the environment of then
+
+    def probe(rank):
+        return "PLATFORM_TOKEN" in os.environ
+
+    assert isolated.run(probe, Code(), [()], limits=LIMITS).ranks[0].result is False
+
+
+def hold(rank, own: str, start: str):
+    """What a rank's objects tell of what ranks were given."""
+    values = [value for table in gc.get_objects() if type(table) is dict for value in table.values()]
+    held = [item for value in values for item in (value if type(value) is list else [value])]
+    return sorted({text for text in held if type(text) is str and text.startswith(start)})
+
+
+def test_a_rank_holds_its_own_inputs_alone(launcher: Launcher) -> None:
+    arguments = [(f"given-{number}", "given-") for number in range(2)]
+    report = launcher.run(hold, Code(), arguments, limits=LIMITS)
+    assert [rank.result for rank in report.ranks] == [["given-", "given-0"], ["given-", "given-1"]]
+
+
+# The command
+
+
+def processes_below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGKILL"])
+def test_a_killed_grade_leaves_no_process(number: str, tmp_path: Path) -> None:
+    (tmp_path / "submission.py").write_text(twisted("time.sleep(0.1)\nwhile True: pass"))
+    command = [sys.executable, "-m", "grader", str(tmp_path / "submission.py"), "--only", "copy_to_group"]
+    judge = subprocess.Popen(
+        [*command, "--ranks", "2", "--isolation", "off"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    below: list[psutil.Process] = []
+    while len(below) < 4 and time.monotonic() < deadline:  # fork server, supervisor, two ranks
+        time.sleep(0.2)
+        below = processes_below(judge.pid)
+    assert len(below) >= 4
+    judge.send_signal(getattr(signal, number))
+    output, _ = judge.communicate(timeout=30)
+    _, alive = psutil.wait_procs(below, timeout=15)
+    assert not alive
+    assert "Traceback" not in output
+
+
+def test_the_last_line_says_what_a_score_is_worth(tmp_path: Path, launcher: Launcher) -> None:
+    report = grade(tmp_path, twisted(), launcher, FORWARD)
+    assert summary([report], False) == "1 of 1 exercises passed (formative: the ranks were not isolated)"
+    assert "isolated run" in summary([report], True)
