@@ -113,3 +113,11 @@ def test_nothing_where_something_small_is_expected() -> None:
     tiny = torch.full((3,), 1e-5)
     assert not is_close(torch.zeros(3), tiny)
     assert not is_close(tiny, torch.zeros(3))
+
+
+def test_nearly_right_is_no_factor() -> None:
+    assert "three digits" in cause([e * 1.0004 for e in E4], E4)
+
+
+def test_a_wider_dtype_is_held_to_the_narrower() -> None:
+    assert compare("x", [E4[0].double() * (1 + 1e-6)], [E4[0]]) is None
