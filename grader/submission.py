@@ -65,7 +65,7 @@ def read_submission(path: Path, *, module: str = "", trusted: bool = False) -> S
     if path.is_file() and path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} is larger than {MAX_BYTES >> 20} MiB: clear its outputs")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # an odd escape in a string is no fault
+        warnings.simplefilter("ignore")  # an odd escape in a string, or a cell without an id, is no fault
         cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb"))
         return from_cells(path, cells, module=module, trusted=trusted)
 
