@@ -1,7 +1,23 @@
-"""Shuts the ranks in: no network but loopback, no sight of the judge, nothing writable, no reference to read.
+"""Shuts the ranks in: no network but loopback, no sight of the judge, nothing writable, no reference.
 
-It stands on Linux namespaces through `unshare`, `mount` and `setpriv` of util-linux, which nearly every
-system has. Run as a script it is the step between: inside the new namespaces, before the fork server.
+It stands on Linux namespaces through `unshare` and `setpriv` of util-linux, which nearly every system has.
+Run as a script it is the step between: inside the new namespaces, before the fork server.
+
+What holds, and for whom:
+
+- Always. The judge runs, imports and unpickles nothing of a submission; it compares what arrives as data
+  with numbers that never were in a rank. The clock and the limits are kept outside the ranks, and what the
+  ranks have started ends with their run. Inputs are drawn anew for every grading.
+- Shut in. The kernel keeps the reference, its history, the judge's processes, the network, and every place
+  to write but two fresh folders out of reach.
+- Not shut in. grader.tampering refuses what a person would try: opening, importing or printing the
+  reference. Code that calls the C library, or a program of its own, gets past it, and can hurt the machine
+  as any program of this user can.
+- Never certain. The recorder shares a process with the submission. A submission that takes the grader's own
+  frames apart can forge what was recorded, or talk past torch through files that the ranks share. It must
+  still compute the right values; calls of torch.distributed that the recorder missed are noticed by their
+  number, and replaced tools by their identity. Whoever grades for a certificate reads the code as well.
+- On the learner's own machine the learner owns everything, this file too: such a score is formative.
 """
 
 import ctypes
@@ -30,10 +46,12 @@ def isolated_command(command: list[str], hidden: list[Path], visible: list[Path]
         hidden: folders that must be empty inside.
         visible: folders that must stay readable, also where they lie below /tmp, which is fresh inside.
     """
+    # Of /tmp itself only Python files are kept: the fresh one takes its place.
+    kept = [one for path in visible for one in (path.glob("*.py") if path == Path("/tmp") else [path])]
     plan = {
         "command": command,
         "hidden": [str(path) for path in hidden],
-        "visible": [str(path.resolve()) for path in visible],
+        "visible": [str(path.resolve()) for path in kept],
     }
     return [
         *_UNSHARE,
@@ -74,11 +92,14 @@ def enter(plan: dict) -> None:
     """Inside the namespaces: raise loopback, lay the mounts, drop every capability, become the command."""
     _raise_loopback()
     _mount("/", flags=MS_REC | MS_PRIVATE)
-    kept = [(path, os.open(path, os.O_PATH)) for path in plan["visible"] if path.startswith("/tmp/")]
+    below = [path for path in plan["visible"] if path.startswith("/tmp/")]
+    kept = [(path, os.open(path, os.O_PATH), os.path.isdir(path)) for path in below]
     for fresh in ("/tmp", "/dev/shm"):
         _mount(fresh, "tmpfs", flags=MS_NOSUID | MS_NODEV, options=f"mode=1777,size={FRESH_BYTES}")
-    for path, descriptor in kept:
-        os.makedirs(path, exist_ok=True)
+    for path, descriptor, is_folder in kept:
+        os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+        if not is_folder:
+            Path(path).touch()
         _mount(path, f"/proc/self/fd/{descriptor}", MS_BIND)
     for folder in plan["hidden"]:
         if os.path.isdir(folder):
