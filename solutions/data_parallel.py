@@ -124,26 +124,30 @@ class DataParallel(nn.Module):
         self.buckets = fill_buckets(reversed(trained), bucket_bytes)
         self.waiting = deque(self.buckets)  # what has not been sent in this round
         self.ready: set[nn.Parameter] = set()  # whose gradient is there in this round
+        self.pending = False
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
         # end of answer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        # answer: about 3 lines
+        # answer: about 5 lines
         if self.synchronizing and torch.is_grad_enabled():
-            self.finish_gradient_synchronization()  # of an earlier backward, if nobody called it
+            if self.ready:  # an earlier backward, after which nobody called it
+                self.finish_gradient_synchronization()
+            self.pending = True  # on every rank, also where backward will use none of the parameters
         return self.module(*args, **kwargs)
         # end of answer
 
     def _gradient_is_there(self, parameter: nn.Parameter) -> None:
         """Your hook: autograd calls it when this pass has added all of its gradient to parameter.grad."""
-        # answer: about 7 lines
+        # answer: about 8 lines
         if not self.synchronizing:
             return
         if parameter in self.ready:  # a second backward
             self.finish_gradient_synchronization()
         self.ready.add(parameter)
+        self.pending = True
         while self.waiting and self.ready.issuperset(self.waiting[0].parameters):
             self.waiting.popleft().send(self.group)
         # end of answer
@@ -151,11 +155,13 @@ class DataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Send what unused parameters held back, wait, and put the means into every `.grad`.
 
-        Does nothing when nothing is pending.
+        A forward outside `no_sync()` makes a pass pending, on all ranks: also on a rank whose
+        backward reaches none of the module's parameters. Does nothing when nothing is pending.
         """
-        # answer: about 8 lines
-        if not self.ready:
+        # answer: about 9 lines
+        if not self.pending:
             return
+        self.pending = False
         while self.waiting:
             self.waiting.popleft().send(self.group)
         for bucket in self.buckets:
@@ -168,7 +174,7 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Around forward and backward of a micro-batch: gradients add up and nothing is sent.
 
-        The next backward outside reduces all that has added up.
+        The next backward outside reduces all that has added up. It ends with an exception too.
         """
         # answer: about 5 lines
         before, self.synchronizing = self.synchronizing, False

@@ -1,4 +1,7 @@
-"""Lesson 08 otherwise: hooks on autograd's accumulators, and a callback that waits at backward's end."""
+"""Lesson 08 otherwise: hooks on autograd's accumulators, and a callback that waits at backward's end.
+
+Only a rank whose backward met none of the parameters has anything left to do in finish.
+"""
 
 import contextlib
 
@@ -63,9 +66,10 @@ class DataParallel(nn.Module):
 
     def begin(self):
         self.waits = [set(bucket) for bucket in self.buckets]
-        self.sent, self.armed = [], False
+        self.sent, self.armed, self.pending = [], False, False
 
     def forward(self, *args, **kwargs):
+        self.pending = self.on and torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 
     def arrived(self, p):
@@ -96,13 +100,16 @@ class DataParallel(nn.Module):
         self.begin()
 
     def finish_gradient_synchronization(self):
-        """Nothing is left to do: the callback has waited."""
+        if self.pending:
+            self.end()
 
     @contextlib.contextmanager
     def no_sync(self):
         self.on = False
-        yield
-        self.on = True
+        try:
+            yield
+        finally:
+            self.on = True
 
 
 def guarded_step(model, optimizer, inputs, targets, group):

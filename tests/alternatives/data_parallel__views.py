@@ -57,11 +57,12 @@ class DataParallel(nn.Module):
             for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 self.views[p], self.place[p] = piece.view_as(p), i
                 p.register_post_accumulate_grad_hook(self.hook)
-        self.works, self.missing = [], [len(b) for b in self.buckets]
+        self.works, self.missing, self.pending = [], [len(b) for b in self.buckets], False
 
     def forward(self, *args, **kwargs):
         if not self.quiet:
             self.finish_gradient_synchronization()
+            self.pending = torch.is_grad_enabled()
         return self.inner(*args, **kwargs)
 
     def hook(self, p):
@@ -83,14 +84,14 @@ class DataParallel(nn.Module):
         self.works.append(dist.all_reduce(self.flats[i], group=self.group, async_op=True))
 
     def finish_gradient_synchronization(self):
-        if self.missing == [len(b) for b in self.buckets]:
+        if not self.pending:
             return
         while len(self.works) < len(self.buckets):
             self.send()
         for work, flat in zip(self.works, self.flats, strict=True):
             work.wait()
             flat.div_(self.group.size())
-        self.works, self.missing = [], [len(b) for b in self.buckets]
+        self.works, self.missing, self.pending = [], [len(b) for b in self.buckets], False
 
     @contextmanager
     def no_sync(self):

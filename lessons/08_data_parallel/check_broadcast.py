@@ -1,0 +1,138 @@
+"""Checks of `broadcast_parameters`: equal weights everywhere."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from grader.checks import Trial, check, exercise
+
+from .models import (
+    Mixed,
+    build,
+    by_rank,
+    seeds,
+    weights,
+)
+
+exercise(
+    "broadcast_parameters",
+    world_sizes=(2, 1, 4),
+    subgroup=True,
+    hints=(
+        "state_dict() leaves some buffers out and names tied weights twice. model.parameters() and "
+        "model.buffers() do neither.",
+        "dist.broadcast writes into the tensor that it is given, so the Parameter objects can stay. Hand "
+        "over tensor.detach(), which shares its memory, or work under torch.no_grad(): autograd warns where "
+        "a collective writes into a tensor that it watches, and will refuse it in a later release.",
+        "src= counts ranks of the world. group_src= counts ranks of the group.",
+    ),
+)
+
+
+def spread(rank: Any, seed: int) -> dict:
+    model = build(Mixed, seed).to(rank.device)
+    objects = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    with rank.record() as recording:
+        rank.submission.broadcast_parameters(model, rank.group)
+    now = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        "weights": weights(model),
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+        "replaced": [name for name, number in objects.items() if name not in now or id(now[name]) != number],
+        "trained": {name: p.requires_grad and p.is_leaf for name, p in now.items()},
+        "recording": recording,
+    }
+
+
+def observe_broadcast(trial: Trial) -> SimpleNamespace:
+    numbers = seeds(trial)
+    starts = [build(Mixed, number) for number in numbers]
+    return SimpleNamespace(starts=starts, results=trial.run(spread, per_rank=[(s,) for s in numbers]))
+
+
+def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
+    """Named parameters ("weights") or buffers are those that rank 0 started with."""
+    seen = trial.once(observe_broadcast)
+    own = [weights(m) if kind == "weights" else dict(m.named_buffers()) for m in seen.starts]
+    for name in names:
+        starts = [tensors[name] for tensors in own]
+        alternatives = {"each rank still has what it started with": starts, "the last rank's": starts[-1]}
+        if starts[0].is_floating_point():
+            alternatives["the mean of all ranks' values"] = torch.stack(starts).mean(0)
+            alternatives["the sum of all ranks' values"] = torch.stack(starts).sum(0)
+        if trial.num_ranks == 1:
+            alternatives = {}
+        trial.close(
+            f"{name} after the broadcast",
+            by_rank(seen.results, kind, name),
+            starts[0],
+            alternatives=alternatives,
+            help="Broadcast it from the group's rank 0, in place.",
+        )
+
+
+@check("broadcast_parameters")
+def parameters_are_those_of_rank_0(trial: Trial) -> None:
+    """Every rank ends with the parameters of the group's rank 0."""
+    require_rank_0s(
+        trial, "weights", ["embed.weight", "left.weight", "left.bias", "right.weight", "right.bias"]
+    )
+
+
+@check("broadcast_parameters")
+def frozen_parameters_are_those_of_rank_0(trial: Trial) -> None:
+    """Parameters that are not trained (requires_grad False) are the same on every rank too."""
+    require_rank_0s(trial, "weights", ["frozen.weight"])
+
+
+@check("broadcast_parameters")
+def buffers_are_those_of_rank_0(trial: Trial) -> None:
+    """Buffers, such as a running mean or a count, are those of rank 0."""
+    require_rank_0s(trial, "buffers", ["mean", "count"])
+
+
+@check("broadcast_parameters")
+def non_persistent_buffers_are_those_of_rank_0(trial: Trial) -> None:
+    """Buffers that state_dict() leaves out (persistent=False) are those of rank 0 too."""
+    require_rank_0s(trial, "buffers", ["mask"])
+
+
+@check("broadcast_parameters")
+def parameter_objects_stay(trial: Trial) -> None:
+    """The model keeps its Parameter objects, so that optimizers and tied weights keep hold of them."""
+    seen = trial.once(observe_broadcast)
+    trained = {n: p.requires_grad for n, p in seen.starts[0].named_parameters(remove_duplicate=False)}
+    for r, result in enumerate(seen.results):
+        trial.require(
+            not result["replaced"],
+            f"these are new Parameter objects: {result['replaced']}. An optimizer made before would train "
+            "the old ones",
+            help="Write into the tensors: broadcast into parameter.detach(), or copy_ under torch.no_grad().",
+            rank=r,
+        )
+        trial.equal(
+            "which parameters are trained", result["trained"], trained, help="Leave requires_grad alone."
+        )
+
+
+@check("broadcast_parameters")
+def every_tensor_is_sent_once(trial: Trial) -> None:
+    """What travels is one copy of the model: a tied weight once, and no rank's weights but rank 0's."""
+    seen = trial.once(observe_broadcast)
+    tensors = [*seen.starts[0].parameters(), *seen.starts[0].buffers()]
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    for r, result in enumerate(seen.results):
+        moved = result["recording"].bytes()
+        trial.require(
+            moved <= 1.5 * size,
+            f"{moved} bytes went through collectives, and the model has {size}: "
+            + (
+                "all ranks' weights were gathered"
+                if "all_gather" in result["recording"].kinds()
+                else "something went twice"
+            ),
+            help="One broadcast for each tensor. model.parameters() names a tied weight once, state_dict() "
+            "twice.",
+            rank=r,
+        )

@@ -1,0 +1,166 @@
+"""Checks of `guarded_step`: a broken batch on one rank is left out by all."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import Trial, check, exercise
+
+from .means import (
+    require_bytes,
+)
+from .models import (
+    Regression,
+    build,
+    weights,
+)
+
+exercise(
+    "guarded_step",
+    world_sizes=(2, 1, 4),
+    subgroup=True,
+    hints=(
+        "Read the report of the hang: which rank stands in the all-reduce, and where is the other one?",
+        "A rank may leave the function only if all ranks leave it. How does a rank learn what the others "
+        "saw?",
+        "One more all-reduce, of one number, before the decision. Which reduction answers 'is it finite "
+        "everywhere'?",
+    ),
+)
+
+
+def guarded_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Momentum and decay: even a step on zero gradients changes the weights."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def guarded(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    model = build(Regression, seed).to(rank.device)
+    optimizer = guarded_optimizer(model)
+    taken, seen = [], []
+    with rank.record() as recording:
+        for inputs, targets in batches:
+            recording.mark("a step")
+            answer = rank.submission.guarded_step(model, optimizer, inputs, targets, rank.group)
+            taken.append(None if answer is None else bool(answer))
+            seen.append(weights(model))
+    return {"taken": taken, "weights": seen, "recording": recording}
+
+
+def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -> SimpleNamespace:
+    """`broken` lists, for each step, the ranks whose targets hold a number that is not finite."""
+    seed, n = trial.seed(), trial.num_ranks
+    steps = []
+    for ranks in broken:
+        batches = [(trial.normal(4, 5), scale * trial.normal(4, 3)) for _ in range(n)]
+        for r in ranks:
+            batches[r % n][1][trial.integer(0, 3), trial.integer(0, 2)] = trial.choice(
+                [float("nan"), float("inf")]
+            )
+        steps.append(batches)
+    results = trial.run(guarded, seed, per_rank=[([batches[r] for batches in steps],) for r in range(n)])
+    return SimpleNamespace(results=results, seed=seed, steps=steps, broken=broken)
+
+
+def reference_weights(seen: SimpleNamespace, average_first: bool = True) -> list[dict[str, Tensor]]:
+    """The weights after each step, as one process would have them."""
+    model = build(Regression, seen.seed).double()
+    optimizer = guarded_optimizer(model)
+    after = []
+    for batches, ranks in zip(seen.steps, seen.broken, strict=True):
+        if not ranks:
+            means = [torch.zeros_like(p) for p in model.parameters()]
+            for inputs, targets in batches:
+                optimizer.zero_grad()
+                model(inputs.double(), targets.double())[1].backward()
+                if not average_first:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                for mean, parameter in zip(means, model.parameters(), strict=True):
+                    mean += parameter.grad / len(batches)
+            for mean, parameter in zip(means, model.parameters(), strict=True):
+                parameter.grad = mean
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        after.append(weights(model))
+    return after
+
+
+def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
+    """Which steps were taken, and the weights after each."""
+    expected, clipped = reference_weights(seen), reference_weights(seen, average_first=False)
+    want = [not ranks for ranks in seen.broken]
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["taken"] == want,
+            f"the steps returned {result['taken']}, expected {want}: a batch is left out by all ranks or by "
+            "none",
+            help="All ranks decide by the same number: let them agree on it before anyone returns.",
+            rank=r,
+        )
+    for i in range(len(want)):
+        for name in expected[i]:
+            actual = [result["weights"][i][name] for result in seen.results]
+            before = expected[i - 1] if i else weights(build(Regression, seen.seed))
+            trial.close(
+                f"{name} after step {i + 1} ({'a good' if want[i] else 'a broken'} batch)",
+                actual,
+                expected[i][name],
+                alternatives={
+                    "what it was before the step": before[name],
+                    "the step of gradients that were clipped before they were averaged": clipped[i][name],
+                }
+                if want[i]
+                else {},
+                help="Average, then clip, then step. A broken batch changes nothing.",
+            )
+
+
+def observe_broken(trial: Trial) -> SimpleNamespace:
+    return observe_guarded(trial, [[trial.num_ranks - 1]])
+
+
+def observe_good(trial: Trial) -> SimpleNamespace:
+    return observe_guarded(trial, [[], []], scale=20.0)
+
+
+def observe_mixture(trial: Trial) -> SimpleNamespace:
+    return observe_guarded(
+        trial, [[], [trial.num_ranks - 1], [], [0], list(range(trial.num_ranks)), []], scale=0.1
+    )
+
+
+@check("guarded_step")
+def a_good_batch_is_a_step_on_the_mean(trial: Trial) -> None:
+    """With finite losses everywhere, all ranks step on the mean gradient, clipped after averaging."""
+    require_guarded(trial, trial.once(observe_good))
+
+
+@check("guarded_step")
+def all_ranks_leave_a_broken_batch_out(trial: Trial) -> None:
+    """When the loss of the last rank is not finite, every rank returns False, and no weight changes."""
+    require_guarded(trial, trial.once(observe_broken))
+
+
+@check("guarded_step")
+def training_goes_on_after_a_broken_batch(trial: Trial) -> None:
+    """Good and broken batches in turn, broken on one rank, on another, on all: only the good ones count."""
+    require_guarded(trial, trial.once(observe_mixture))
+
+
+@check("guarded_step", world_sizes=(2, 4))
+def gradients_and_a_flag_travel(trial: Trial) -> None:
+    """What travels in a good step is one copy of the gradients and a few bytes for the decision: no data."""
+    seen = trial.once(observe_good)
+    size = len(seen.steps) * sum(p.numel() * 4 for p in build(Regression, 0).parameters())
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        gathered = sum(recording.bytes(kind) for kind in ("all_gather", "gather", "broadcast", "all_to_all"))
+        trial.require(
+            gathered <= size,
+            f"{gathered} bytes were gathered or broadcast: ranks exchange more than a decision",
+            help="Each rank computes on its own share; gradients are averaged.",
+            rank=r,
+        )
+        require_bytes(trial, r, recording, size)

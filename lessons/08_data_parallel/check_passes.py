@@ -1,0 +1,246 @@
+"""Checks of `DataParallel` over passes that differ: unused layers, `no_sync()`, several backwards."""
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grader.checks import Trial, check
+
+from .means import (
+    BOTH,
+    draw_passes,
+    expected_gradients,
+    require_bytes,
+    require_mean,
+)
+from .models import (
+    Mixed,
+    Skippable,
+    build,
+    by_rank,
+    gradients,
+)
+
+
+def passes(rank: Any, seed: int, quiet: list[bool], batches: list[tuple]) -> dict:
+    """Backward passes of the awkward model, one bucket a parameter; `quiet` passes are inside no_sync()."""
+    model = build(Mixed, seed).to(rank.device)
+    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
+    with rank.record() as recording:
+        for silent, (tokens, targets, order) in zip(quiet, batches, strict=True):
+            recording.mark("inside no_sync" if silent else "synchronised")
+            if silent:
+                with wrapped.no_sync():
+                    F.cross_entropy(wrapped(tokens, order), targets).backward()
+            else:
+                F.cross_entropy(wrapped(tokens, order), targets).backward()
+                wrapped.finish_gradient_synchronization()
+    return {"gradients": gradients(model), "recording": recording}
+
+
+def observe_passes(trial: Trial, quiet: list[bool], *orders: list[tuple[str, ...]]) -> SimpleNamespace:
+    seed, drawn = trial.seed(), draw_passes(trial, *orders)
+    results = trial.run(
+        passes, seed, quiet, per_rank=[([p[r] for p in drawn],) for r in range(trial.num_ranks)]
+    )
+    expected, own = expected_gradients(seed, drawn)
+    last, _ = expected_gradients(seed, drawn[-1:])
+    return SimpleNamespace(results=results, expected=expected, own=own, last=last)
+
+
+def observe_corners(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [False], [("left",), BOTH])
+
+
+def observe_other_order(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [False], [BOTH, ("right", "left")])
+
+
+def observe_no_sync(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [True, True, False], [BOTH], [("left",), BOTH], [("right",)])
+
+
+def observe_two_passes(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [False, False], [BOTH], [BOTH])
+
+
+@check("DataParallel")
+def ranks_may_use_different_layers(trial: Trial) -> None:
+    """A layer that some ranks did not use counts as zero there, and no rank waits for ever."""
+    require_mean(
+        trial,
+        trial.once(observe_corners),
+        help="finish_gradient_synchronization() sends the buckets that never became full.",
+    )
+
+
+@check("DataParallel")
+def frozen_parameters_get_no_gradient(trial: Trial) -> None:
+    """A frozen parameter keeps None, and a tied weight is sent once."""
+    seen = trial.once(observe_corners)
+    size = sum(g.numel() * 4 for name, g in seen.expected.items() if name != "frozen.weight")
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["gradients"]["frozen.weight"] is None,
+            "frozen.weight got a gradient",
+            rank=r,
+            help="Put only parameters with requires_grad into buckets.",
+        )
+        require_bytes(trial, r, result["recording"], size)
+
+
+def skip(rank: Any, seed: int, batches: list[tuple[Tensor, bool]]) -> dict:
+    """Synchronised passes, gradients set to None between them, of a module that this rank may not use."""
+    model = build(Skippable, seed).to(rank.device)
+    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=64)
+    after = []
+    for x, use in batches:
+        model.zero_grad()
+        wrapped(x.requires_grad_(), use).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        after.append(gradients(model))
+    return {"passes": after}
+
+
+def observe_skipping(trial: Trial) -> SimpleNamespace:
+    """Rank 0 does not use the module in the first pass, all ranks do in the second."""
+    seed, n = trial.seed(), trial.num_ranks
+    drawn = [[(trial.normal(3, 5), r > 0 or i > 0) for r in range(n)] for i in range(2)]
+    results = trial.run(skip, seed, per_rank=[([batches[r] for batches in drawn],) for r in range(n)])
+    expected = []
+    for batches in drawn:
+        model = build(Skippable, seed).double()
+        (sum(model(x.double(), use).square().mean() for x, use in batches if use) / n).backward()
+        expected.append(gradients(model))
+    return SimpleNamespace(results=results, expected=expected)
+
+
+@check("DataParallel", world_sizes=(2, 4), subgroup=False)
+def a_rank_may_use_no_layer_at_all(trial: Trial) -> None:
+    """A rank whose whole pass used none of the module's parameters gets the mean too, and holds up nobody."""
+    seen = trial.once(observe_skipping)
+    for i, expected in enumerate(seen.expected):
+        for name in expected:
+            trial.close(
+                f"the gradient of {name} after pass {i + 1} (rank 0 used the module in pass 2 only)",
+                [result["passes"][i][name] for result in seen.results],
+                expected[name],
+                help="Where no hook fires, the forward was there all the same: it makes a pass pending.",
+            )
+
+
+@check("DataParallel", world_sizes=(2, 4), subgroup=False)
+def order_of_hooks_does_not_matter(trial: Trial) -> None:
+    """Where one rank's backward reaches two layers in the other order, gradients are not mixed up."""
+    seen = trial.once(observe_other_order)
+    for part in ("weight", "bias"):
+        left, right = (torch.stack([own[f"{side}.{part}"] for own in seen.own]) for side in BOTH)
+        odd = (torch.arange(trial.num_ranks) % 2 == 1).view(-1, *[1] * (left.dim() - 1))
+        mixed = torch.where(odd, right, left).mean(0), torch.where(odd, left, right).mean(0)
+        for side, i in (("left", 0), ("right", 1)):
+            own = [mixed[i] if r % 2 == 0 else mixed[1 - i] for r in range(trial.num_ranks)]
+            trial.close(
+                f"the gradient of {side}.{part}",
+                by_rank(seen.results, "gradients", f"{side}.{part}"),
+                seen.expected[f"{side}.{part}"],
+                alternatives={
+                    "the gradients of two layers mixed up: ranks sent them in different orders": own
+                },
+                help="Send bucket 0, 1, 2… in this order on all ranks, whichever is ready first.",
+            )
+    require_mean(trial, seen, help="Send buckets in one order on all ranks.")
+
+
+@check("DataParallel", world_sizes=(2, 4), subgroup=False)
+def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
+    """Forward and backward inside no_sync() communicate nothing."""
+    for r, result in enumerate(trial.once(observe_no_sync).results):
+        kinds = result["recording"].kinds(after="inside no_sync")
+        trial.require(
+            not kinds,
+            f"inside no_sync() there were {len(kinds)} communications: {kinds[:3]}",
+            rank=r,
+            help="The hooks fire during backward: it is they who must know that no_sync() is on.",
+        )
+
+
+@check("DataParallel", world_sizes=(2, 4), subgroup=False)
+def what_accumulated_is_reduced(trial: Trial) -> None:
+    """The backward after no_sync() reduces the sum of all passes, also of layers that it did not use."""
+    seen = trial.once(observe_no_sync)
+    for name in [n for n in seen.expected if n != "frozen.weight"]:
+        actual = by_rank(seen.results, "gradients", name)
+        for r, gradient in enumerate(actual):
+            trial.require(
+                gradient is not None, f"{name} has no gradient: what accumulated was dropped", rank=r
+            )
+        own = [g[name] for g in seen.own]
+        trial.close(
+            f"the gradient of {name} after two passes in no_sync() and one outside",
+            actual,
+            seen.expected[name],
+            alternatives={
+                "the last pass alone: what accumulated was dropped": seen.last[name],
+                "each rank's own sum: it was not reduced": own,
+            },
+            help="Send parameter.grad as it is then, with all that no_sync() added up.",
+        )
+
+
+class InterruptionError(Exception):
+    """What ends a micro-batch early."""
+
+
+def interrupt(rank: Any, seed: int, x: Tensor) -> dict:
+    """An exception inside no_sync(), which the training loop survives, and then a synchronised pass."""
+    model = build(Skippable, seed).to(rank.device)
+    wrapped = rank.submission.DataParallel(model, rank.group)
+    with suppress(InterruptionError), wrapped.no_sync():
+        raise InterruptionError
+    wrapped(x, True).square().mean().backward()
+    wrapped.finish_gradient_synchronization()
+    return gradients(model)
+
+
+def observe_interruption(trial: Trial) -> SimpleNamespace:
+    seed = trial.seed()
+    x = [(trial.normal(3, 5),) for _ in range(trial.num_ranks)]
+    own = []
+    for (rows,) in x:
+        model = build(Skippable, seed).double()
+        model(rows.double(), True).square().mean().backward()
+        own.append(gradients(model))
+    return SimpleNamespace(results=trial.run(interrupt, seed, per_rank=x), own=own)
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def no_sync_ends_with_an_exception_too(trial: Trial) -> None:
+    """An exception inside no_sync() passes through it, and the pass after it is synchronised again."""
+    seen = trial.once(observe_interruption)
+    for name in seen.own[0]:
+        own = [gradient[name] for gradient in seen.own]
+        trial.close(
+            f"the gradient of {name} in the pass after an exception inside no_sync()",
+            [result[name] for result in seen.results],
+            torch.stack(own).mean(0),
+            alternatives={"each rank's own: synchronisation stayed switched off": own},
+            help="Switch it on again in a `finally:`, which runs whatever happens inside the `with`.",
+        )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def two_passes_add_up(trial: Trial) -> None:
+    """Two synchronised passes without zero_grad add up, as they do on one process."""
+    seen = trial.once(observe_two_passes)
+    for name in [n for n in seen.expected if n != "frozen.weight"]:
+        trial.close(
+            f"the gradient of {name} after two passes",
+            by_rank(seen.results, "gradients", name),
+            seen.expected[name],
+            alternatives={"the last pass alone": seen.last[name]},
+            help="Nothing of the first pass may be lost, or be counted twice.",
+        )

@@ -1,0 +1,95 @@
+"""The models that the checks train, built alike on the ranks and on the judge's side."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from grader.checks import Trial
+from nanogpt.model import GPT, GPTConfig
+
+GRADIENT_BYTES = 1024  # of one layer of `chain`
+VOCAB = 512
+
+
+def chain() -> nn.Sequential:
+    """Six equal layers: 1024 bytes of gradient each."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(6)])
+
+
+class Mixed(nn.Module):
+    """Everything awkward in one model: a tie, frozen weights, odd sizes, all kinds of buffers, branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 7)
+        self.left, self.right = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.frozen = nn.Linear(7, 7, bias=False).requires_grad_(False)
+        self.head = nn.Linear(7, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mean", torch.randn(3))
+        self.register_buffer("count", torch.randint(1000, ()))
+        self.register_buffer("mask", torch.randn(5), persistent=False)
+
+    def forward(self, tokens: Tensor, order: tuple[str, ...]) -> Tensor:
+        x = self.embed(tokens)
+        for name in order:
+            x = getattr(self, name)(x).tanh()
+        return self.head(self.frozen(x))
+
+
+class Regression(nn.Module):
+    """A small model that is called as GPT is: model(inputs, targets) -> (outputs, loss)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.layers(inputs)
+        return outputs, F.mse_loss(outputs, targets)
+
+
+class Skippable(nn.Module):
+    """A layer that a rank may leave out altogether: then its output depends on no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return x + self.layers(x) if use else 1.0 * x
+
+
+def tiny_gpt() -> GPT:
+    """A GPT of odd sizes."""
+    return GPT(GPTConfig(block_size=8, vocab_size=23, n_layer=2, n_head=2, n_embd=12))
+
+
+def build(make: Any, seed: int) -> Any:
+    """The model with the weights that this seed gives; the global random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Clones of all gradients by name; None where there is none."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Clones of all parameters by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def seeds(trial: Trial) -> list[int]:
+    """A different seed for every rank, so that the ranks start with different weights."""
+    first = trial.seed()
+    return [first + 1000 * r for r in range(trial.num_ranks)]
+
+
+def by_rank(results: list[dict], key: str, name: str) -> list[Tensor | None]:
+    """One named tensor of all ranks."""
+    return [result[key][name] for result in results]
