@@ -187,7 +187,9 @@ class Launcher:
 
     def _hand_over(self, end: socket.socket) -> None:
         with self._lock:
-            if self._server is None or self._server.poll() is not None:
+            if self._server is not None and self._server.poll() is not None:
+                self._end()  # somebody has killed it
+            if self._server is None:
                 self._start()
             assert self._control is not None
             socket.send_fds(self._control, [b"x"], [end.fileno()])
@@ -239,20 +241,23 @@ class Launcher:
     def close(self) -> None:
         """End the fork server and everything below it."""
         with self._lock:
-            if self._control is not None:
-                self._control.close()
-            if self._server is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._server.wait(2)  # it leaves nothing behind when it ends by itself
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._server.pid, signal.SIGKILL)
-                self._server.wait()
-                if not self.isolate:
-                    kill_marked(self._mark)
-                    shutil.rmtree(self._directory, ignore_errors=True)
-                if self._server.stderr:
-                    self._server.stderr.close()
-            self._server = self._control = None
+            self._end()
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._server is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(2)  # it leaves nothing behind when it ends by itself
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+            if not self.isolate:
+                kill_marked(self._mark)
+                shutil.rmtree(self._directory, ignore_errors=True)
+            if self._server.stderr:
+                self._server.stderr.close()
+        self._server = self._control = None
 
 
 def _is_secret(name: str) -> bool:

@@ -287,6 +287,20 @@ def test_isolated_ranks_see_nothing_of_the_judge(isolated: Launcher) -> None:
     assert report.ranks[0].result == {"hidden files": [], "processes of the judge": [], "opened": []}
 
 
+def test_a_killed_fork_server_is_replaced_and_leaves_nothing(tmp_path: Path) -> None:
+    launcher = Launcher()
+    try:
+        launcher.warm_up()
+        first = Path(launcher._directory)
+        assert first.is_dir()
+        lines = "import psutil; psutil.Process(os.getppid()).parent().kill()"
+        look(tmp_path, twisted(lines), launcher)
+        assert look(tmp_path, twisted(), launcher).verdict == Verdict.PASSED
+        assert not first.exists()
+    finally:
+        launcher.close()
+
+
 def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch, isolated: Launcher) -> None:
     monkeypatch.setenv("PLATFORM_TOKEN", "s3cret")
     isolated.close()  # it starts again at the next run, with the environment of then
