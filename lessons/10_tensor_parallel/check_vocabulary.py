@@ -243,7 +243,10 @@ def one_entropy(rank, case: dict) -> dict:
 
 
 def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
-    """Whole logits (N, v) and targets (N,); the last holds words that do not exist, as padding does."""
+    """Whole logits (N, v) and targets (N,); the last holds words that do not exist, as padding does.
+
+    In every case some target is counted, and no target is a word that does not exist: the loss is finite.
+    """
     n = trial.num_ranks
     share = trial.integer(20, 30)
     v = n * share
@@ -255,7 +258,8 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     ignored = trial.tokens(v, len(some))
     ignored[: trial.integer(2, len(some) - 2)] = -1
     offset = 500.0 * torch.arange(len(large)).unsqueeze(1)
-    padded[:, v - trial.integer(2, share) :] = float("-inf")
+    missing = trial.integer(2, share if n > 1 else share // 2)  # at most the last rank's; some words are left
+    padded[:, v - missing :] = float("-inf")
     return {
         "plain": (plain, trial.tokens(v, len(plain))),
         "with ignored targets": (some, ignored),
@@ -263,7 +267,7 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
         "large logits": (large + offset, trial.tokens(v, len(large))),
         "padded vocabulary": (
             padded,
-            trial.tokens(v - share, len(padded)) if n > 1 else trial.tokens(2, len(padded)),
+            trial.tokens(v - share if n > 1 else share - share // 2, len(padded)),
         ),
     }
 
