@@ -3,7 +3,8 @@
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -110,11 +111,23 @@ def grade_exercise(
         if ended >= ENDINGS_UNTIL_SKIP:
             reports.append(CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="not reached"))
         else:
-            reports.append(_run_check(check, trials))
+            with _one_thread():
+                reports.append(_run_check(check, trials))
     verdict = combine([report.verdict for report in reports])
     return ExerciseReport(
         lesson, exercise.name, verdict, tuple(reports), seconds=time.monotonic() - began, notes=notes
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The judge computes little, and the cores are the ranks'."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tuple[str, ...]]:
