@@ -37,13 +37,14 @@ exercise(
 )
 
 
-def workshop_probe(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor) -> dict:
+def workshop_probe(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor, seed: int) -> dict:
     model_class = rank.submission.GPT
     dense = model_class(GPTConfig(**config))
     dense_shapes = {name: list(p.shape) for name, p in dense.named_parameters()}
+    rank.seed(seed)  # the same on every rank
     model = model_class(GPTConfig(**config), rank.group).to(rank.device)
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-    initial = {name: p.detach().clone() for name, p in model.named_parameters() if ".mlp." in name}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     held = {name: storage_bytes([p]) for name, p in model.named_parameters()}
     fits = all(list(weights[name].shape) == shape for name, shape in shapes.items() if name in weights)
     answer = {"shapes": shapes, "dense_shapes": dense_shapes, "initial": initial, "held": held, "fits": fits}
@@ -71,7 +72,8 @@ def observe_workshop(trial: Trial) -> SimpleNamespace:
 
     shards = [{name: cut(name, w, rank) for name, w in weights.items()} for rank in range(n)]
     idx, targets = (trial.tokens(config["vocab_size"], 2, 7) for _ in range(2))
-    results = trial.run(workshop_probe, per_rank=[(config, shard, idx, targets) for shard in shards])
+    seed = trial.seed()
+    results = trial.run(workshop_probe, per_rank=[(config, shard, idx, targets, seed) for shard in shards])
     dense = dense_model(config, weights)
     loss = dense(idx, targets)[1]
     loss.backward()
@@ -199,21 +201,53 @@ def edited_model_sums_once_a_block_each_way(trial: Trial) -> None:
 
 @check("GPT")
 def edited_model_starts_at_random(trial: Trial) -> None:
-    """The MLPs start with small random weights, other ones on every rank."""
+    """Seeded alike, each rank starts with other MLP weights, small as GPT-2's; the rest is the same."""
     seen = trial.once(observe_workshop)
+    layers = seen.config["n_layer"]
     for rank, result in enumerate(seen.results):
+        others = [other["initial"] for other in seen.results[:rank]]
         for name, initial in result["initial"].items():
-            if not name.endswith("weight"):
-                continue
-            spread = initial.double().std().item()
+            if name.endswith(("mlp.c_fc.weight", "mlp.c_proj.weight")):
+                small_and_other(trial, name, initial, others, layers, rank)
+            elif ".mlp." not in name:
+                trial.require(
+                    all(torch.equal(initial, other[name]) for other in others),
+                    f"{name} is the same on every rank in a dense layer, and starts with other numbers here",
+                    help="Draw whole matrices and keep slices: then all ranks take as many random numbers.",
+                    rank=rank,
+                )
+        for part in ("c_fc", "c_proj"):
+            first, second = (result["initial"][f"transformer.h.{k}.mlp.{part}.weight"] for k in (0, 1))
             trial.require(
-                1e-4 < spread < 0.5,
-                f"{name} starts with a standard deviation of {spread:.3g}; GPT-2 has 0.02 (c_proj less)",
-                help="_init_weights only knows nn.Linear: tell it of your layers.",
+                not torch.equal(first, second),
+                f"mlp.{part}.weight starts with the same numbers in blocks 0 and 1",
+                help="Draw from torch's global stream; a seed of the layer's own repeats itself.",
                 rank=rank,
             )
-            trial.require(
-                not any(torch.equal(initial, other["initial"][name]) for other in seen.results[:rank]),
-                f"{name} starts with the same numbers on two ranks: they are not slices of one matrix",
-                rank=rank,
-            )
+
+
+def small_and_other(
+    trial: Trial, name: str, initial: Tensor, others: list[dict], layers: int, rank: int
+) -> None:
+    """An MLP's weight has GPT-2's standard deviation, within a factor of 2, and other numbers by rank."""
+    is_last = name.endswith("c_proj.weight")
+    usual = 0.02 / math.sqrt(2 * layers) if is_last else 0.02
+    spread = initial.double().std().item()
+    trial.require(
+        usual / 2 < spread < usual * 2,
+        f"{name} starts with a standard deviation of {spread:.3g}; in the dense model it is {usual:.3g}"
+        + (f", 0.02 / sqrt(2 · {layers} blocks)" if is_last else ""),
+        help="_init_weights only knows nn.Linear: tell it of your layers."
+        if not is_last
+        else "The loop below _init_weights draws c_proj anew, and smaller.",
+        rank=rank,
+    )
+    trial.require(
+        not any(torch.equal(initial, other[name]) for other in others),
+        f"{name} starts with the same numbers on two ranks: they are not slices of one matrix",
+        help="The loop below _init_weights draws c_proj anew, the same on ranks that are seeded alike. "
+        "Draw the whole weight and keep this rank's slice."
+        if is_last
+        else "Draw the whole weight and keep this rank's slice.",
+        rank=rank,
+    )
