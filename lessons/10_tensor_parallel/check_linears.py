@@ -1,6 +1,7 @@
 """Column- and row-parallel linear layers."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -312,14 +313,19 @@ def column_computes_its_share(trial: Trial) -> None:
         computes_a_share(trial, seen, "", 2 * rows * seen.weight.numel() / trial.num_ranks)
 
 
-def initial_probe(rank, kind: str, in_features: int, out_features: int) -> dict:
-    """A layer built directly on ranks that are seeded alike, and what its linear algebra gives."""
-    rank.seed(1234)
-    layer = getattr(rank.submission, kind)(in_features, out_features, group=rank.group)
-    bare = getattr(rank.submission, kind)(in_features, out_features, bias=False, group=rank.group)
+def initial_probe(rank, kind: str, in_features: int, out_features: int, seeds: tuple[int, int]) -> dict:
+    """Layers built directly on ranks that are seeded alike: two in a row, and one from another seed."""
+    build = partial(getattr(rank.submission, kind), in_features, out_features, group=rank.group)
+    rank.seed(seeds[1])
+    reseeded = build()
+    rank.seed(seeds[0])
+    layer, second = build(), build()
+    bare = build(bias=False)
     return {
         "weights": {name: p.detach() for name, p in layer.named_parameters()},
         "without_bias": sorted(name for name, _ in bare.named_parameters()),
+        "second": second.weight.detach(),
+        "reseeded": reseeded.weight.detach(),
         "held": {name: storage_bytes([p]) for name, p in layer.named_parameters()},
     }
 
@@ -328,7 +334,8 @@ def built_directly(trial: Trial, kind: str) -> None:
     n = trial.num_ranks
     cut, free = 12 * n, 24
     sizes = (free, cut) if kind == "ColumnParallelLinear" else (cut, free)
-    results = trial.run(initial_probe, kind, *sizes)
+    seed = trial.integer(1, 10**6)
+    results = trial.run(initial_probe, kind, *sizes, (seed, seed + trial.integer(1000, 2000)))
     shape = (12, free) if kind == "ColumnParallelLinear" else (free, 12)
     bias_size = 12 if kind == "ColumnParallelLinear" else free
     typical = 1 / math.sqrt(sizes[0])
@@ -354,7 +361,19 @@ def built_directly(trial: Trial, kind: str) -> None:
         trial.require(
             not any(torch.equal(weight, other["weights"]["weight"]) for other in results[:rank]),
             "ranks that are seeded alike drew the same weight: the slices of the layer repeat one another",
-            help="Draw the whole weight and keep this rank's slice, or seed by rank.",
+            help="Draw the whole weight and keep this rank's slice.",
+            rank=rank,
+        )
+        trial.require(
+            not torch.equal(weight, result["second"]),
+            "two layers that are built one after the other start with the same weight",
+            help="Something seeds the draw in __init__. Draw the whole weight and keep this rank's slice.",
+            rank=rank,
+        )
+        trial.require(
+            not torch.equal(weight, result["reseeded"]),
+            "another torch.manual_seed gives the same weight: the draw has a fixed seed of its own",
+            help="Draw the whole weight from torch's global stream and keep this rank's slice.",
             rank=rank,
         )
     if kind == "RowParallelLinear":

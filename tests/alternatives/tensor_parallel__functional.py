@@ -83,7 +83,7 @@ class ColumnParallelLinear(nn.Module):
         if out_features % group.size():
             raise ValueError(f"out_features: {out_features} over {group.size()} ranks leaves a rest")
         self.group, self.gather_output = group, gather_output
-        own = torch.Generator().manual_seed(torch.initial_seed() % 2**40 + group.rank())
+        own = torch.Generator().manual_seed(int(torch.randint(2**40, ())) + group.rank())
         shard = torch.empty(out_features // group.size(), in_features)
         self.weight = nn.Parameter(shard.normal_(std=in_features**-0.5, generator=own))
         self.bias = nn.Parameter(torch.zeros(out_features // group.size())) if bias else None
@@ -108,7 +108,7 @@ class RowParallelLinear(nn.Module):
         if in_features % group.size():
             raise ValueError(f"in_features: {in_features} over {group.size()} ranks leaves a rest")
         self.group, self.input_is_parallel = group, input_is_parallel
-        own = torch.Generator().manual_seed(torch.initial_seed() % 2**40 + group.rank())
+        own = torch.Generator().manual_seed(int(torch.randint(2**40, ())) + group.rank())
         shard = torch.empty(out_features, in_features // group.size())
         self.weight = nn.Parameter(shard.normal_(std=in_features**-0.5, generator=own))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
@@ -187,7 +187,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = group
         self.first, size = rows_of(num_embeddings, group)
-        own = torch.Generator().manual_seed(torch.initial_seed() % 2**40 + group.rank())
+        own = torch.Generator().manual_seed(int(torch.randint(2**40, ())) + group.rank())
         self.weight = nn.Parameter(torch.empty(size, embedding_dim).normal_(generator=own))
 
     @classmethod
