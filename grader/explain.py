@@ -92,7 +92,9 @@ def _unfit(actual: object, expected: Tensor) -> str:
         return f"has shape {_shape(actual)} where {_shape(expected)} is expected"
     # What is expected in float64 is the judge's own precision, and says nothing of the learner's.
     exact = expected.is_floating_point() and expected.dtype != torch.float64
-    if actual.is_floating_point() != expected.is_floating_point() or exact and actual.dtype != expected.dtype:
+    if actual.is_floating_point() != expected.is_floating_point() or (
+        exact and actual.dtype != expected.dtype
+    ):
         return f"is {actual.dtype} where {expected.dtype} is expected"
     return ""
 
