@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +203,7 @@ def mlp_cuts(weights: dict, rank: int, n: int) -> dict[str, Tensor]:
 
 @check("tensor_parallel_mlp")
 def mlp_shards_are_slices(trial: Trial) -> None:
-    """c_fc is cut by rows, c_proj by columns, contiguously, and nothing keeps the whole alive."""
+    """c_fc.weight is cut along dim 0, c_proj.weight along dim 1, contiguously; no views of the whole."""
     n = trial.num_ranks
     for seen in trial.once(BRANCHES["tensor_parallel_mlp"]).values():
         expected = [mlp_cuts(seen.weights, rank, n) for rank in range(n)]
@@ -308,6 +309,24 @@ def fused_with_bias(tensors: dict) -> Tensor:
     return weight if bias is None else torch.cat([weight, bias.unsqueeze(1)], 1)
 
 
+def wrong_rows(trial: Trial, whole: dict, held: dict, rank: int) -> NoReturn:
+    """End the check: say how the rows of this rank's c_attn are wrong."""
+    n = trial.num_ranks
+    weight = whole["c_attn.weight"]
+    if row_order(held["c_attn.weight"], heads_of(weight, rank, n)) is not None:
+        message = "c_attn.weight holds the right rows, and c_attn.bias does not: it was cut in another order"
+        trial.wrong(message, help="Reorder the bias as you reorder the rows, then cut both.", rank=rank)
+    contiguous = row_order(held["c_attn.weight"], own_part(weight, 0, rank, n)) is not None
+    trial.wrong(
+        "c_attn was cut contiguously, as one matrix: rank 0 got queries where it needs queries, "
+        "keys and values of its heads"
+        if contiguous
+        else "the rows of c_attn are not this rank's heads of q, of k and of v (bias included)",
+        help="Cut q, k and v each by heads, and join this rank's three parts.",
+        rank=rank,
+    )
+
+
 @check("tensor_parallel_attention")
 def heads_are_cut_by_rank(trial: Trial) -> None:
     """Rank r holds the r-th heads of queries, keys and values, and those columns of c_proj."""
@@ -321,15 +340,7 @@ def heads_are_cut_by_rank(trial: Trial) -> None:
                 trial.equal("the shape of c_attn.bias", shape_of(weights.get("c_attn.bias")), (3 * h // n,))
             own = fused_with_bias(weights)
             if row_order(own, heads_of(fused, rank, n)) is None:
-                contiguous = row_order(own, own_part(fused, 0, rank, n)) is not None
-                trial.wrong(
-                    "c_attn was cut contiguously, as one matrix: rank 0 got queries where it needs queries, "
-                    "keys and values of its heads"
-                    if contiguous
-                    else "the rows of c_attn are not this rank's heads of q, of k and of v (bias included)",
-                    help="Cut q, k and v each by heads, and join this rank's three parts.",
-                    rank=rank,
-                )
+                wrong_rows(trial, seen.weights, weights, rank)
         columns = parts(seen.weights["c_proj.weight"], 1, n)
         trial.close("c_proj.weight", each_rank(seen, "weights", "c_proj.weight"), columns)
         stand_alone(trial, seen.results)

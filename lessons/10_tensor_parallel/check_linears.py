@@ -16,6 +16,7 @@ from .shared import (
     BACKWARD,
     SIZES,
     backward,
+    by_group_rank,
     each_rank,
     error_of,
     nothing_travels,
@@ -191,6 +192,7 @@ def computes_a_share(trial: Trial, seen: SimpleNamespace, stretch: str, num_flop
 
 
 @check("ColumnParallelLinear")
+@by_group_rank
 def weight_is_this_ranks_rows(trial: Trial) -> None:
     """Rank r holds the r-th contiguous slice of the output features, of the weight and of the bias."""
     n = trial.num_ranks
@@ -400,6 +402,7 @@ def column_refuses_what_does_not_divide(trial: Trial) -> None:
 
 
 @check("RowParallelLinear")
+@by_group_rank
 def weight_is_this_ranks_columns(trial: Trial) -> None:
     """Rank r holds the r-th contiguous slice of the input features, and the whole bias."""
     n = trial.num_ranks

@@ -13,6 +13,7 @@ from .shared import (
     BACKWARD,
     SIZES,
     backward,
+    by_group_rank,
     describe,
     each_rank,
     nothing_travels,
@@ -114,6 +115,7 @@ def row_ranges(table: Tensor, shards: list[Tensor]) -> list[tuple[int, int]] | N
 
 
 @check("VocabParallelEmbedding")
+@by_group_rank
 def rows_are_cut_by_rank(trial: Trial) -> None:
     """Rank r holds the r-th contiguous rows of the table, as many as its share, in a tensor of its own."""
     n = trial.num_ranks
@@ -137,6 +139,7 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
 
 
 @check("VocabParallelEmbedding")
+@by_group_rank
 def embedding_output_is_the_dense_one(trial: Trial) -> None:
     """Every rank gets every token's row."""
     for name, seen in trial.once(observe_embedding).items():
@@ -150,7 +153,7 @@ def embedding_output_is_the_dense_one(trial: Trial) -> None:
                 "a stray row was added by each rank that does not have the token": sum(
                     o.double() + s for o, s in zip(own, first_rows, strict=False)
                 ),
-            }
+            } | rows_not_zeroed(seen, trial.num_ranks)
         trial.close(f"the output ({name})", each_rank(seen, "output"), seen.output, alternatives=alternatives)
         for rank, result in enumerate(seen.results):
             trial.require(not result["idx_changed"], "the tokens were changed in place", rank=rank)
@@ -166,6 +169,21 @@ def table_row(seen: SimpleNamespace, first: int, size: int) -> Tensor:
     """What a rank adds by mistake if it looks up its first row for the others' tokens."""
     other = (seen.idx < first) | (seen.idx >= first + size)
     return seen.table[first].double() * other.unsqueeze(-1)
+
+
+def rows_not_zeroed(seen: SimpleNamespace, n: int) -> dict[str, Tensor]:
+    """The sum over the ranks if each looks up some row of its own for the others' tokens, and keeps it."""
+    share = -(-len(seen.table) // n)
+    table = F.pad(seen.table.double(), (0, 0, 0, n * share - len(seen.table)))
+    shifted = [seen.idx - rank * share for rank in range(n)]
+    found = {
+        "by the remainder": sum(table[rank * share + i % share] for rank, i in enumerate(shifted)),
+        "by clamp": sum(table[rank * share + i.clamp(0, share - 1)] for rank, i in enumerate(shifted)),
+    }
+    return {
+        f"rows of tokens that other ranks own were not zeroed (their index was made to fit {how})": total
+        for how, total in found.items()
+    }
 
 
 @check("VocabParallelEmbedding")
@@ -356,6 +374,7 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
 
 
 @check("vocab_parallel_cross_entropy")
+@by_group_rank
 def loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the mean over the counted targets, the same on every rank."""
     for name in ("plain", "with ignored targets", "all targets on the last rank"):

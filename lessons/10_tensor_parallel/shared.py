@@ -1,6 +1,8 @@
 """What the checks of this lesson share: drawn weights, what a rank holds, bytes on the wire."""
 
+import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -8,10 +10,33 @@ from torch import Tensor, nn
 
 from grader.checks import Trial
 from grader.measure import storage_bytes
+from grader.verdicts import CheckEnded
 
 BACKWARD = "backward begins"
 SIZES = (2, 1, 4, 3)
 SLACK = 16
+
+
+def by_group_rank(check: Callable[[Trial], None]) -> Callable[[Trial], None]:
+    """A check that names the likely cause where it fails in the layout with world rank 0 outside.
+
+    That layout comes last, so whatever fails there was right where the group is the world.
+    """
+
+    @functools.wraps(check)
+    def named(trial: Trial) -> None:
+        try:
+            check(trial)
+        except CheckEnded as end:
+            if trial.layout.world_size == trial.num_ranks:
+                raise
+            cause = (
+                "it is right where the group is the whole world: look for dist.get_rank() where group.rank() "
+                "belongs, for src=0 where group_src=0 does, for a collective without group=group"
+            )
+            raise CheckEnded(end.verdict, end.message, cause, end.help, end.details) from None
+
+    return named
 
 
 def drawn_alike(module: nn.Module, trial: Trial) -> nn.Module:
