@@ -1,11 +1,9 @@
 """Checks of `DataParallel` over passes that differ: unused layers, `no_sync()`, several backwards."""
 
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from grader.checks import Trial, check
@@ -19,7 +17,6 @@ from .means import (
 )
 from .models import (
     Mixed,
-    Skippable,
     build,
     by_rank,
     gradients,
@@ -93,46 +90,6 @@ def frozen_parameters_get_no_gradient(trial: Trial) -> None:
         require_bytes(trial, r, result["recording"], size)
 
 
-def skip(rank: Any, seed: int, batches: list[tuple[Tensor, bool]]) -> dict:
-    """Synchronised passes, gradients set to None between them, of a module that this rank may not use."""
-    model = build(Skippable, seed).to(rank.device)
-    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=64)
-    after = []
-    for x, use in batches:
-        model.zero_grad()
-        wrapped(x.requires_grad_(), use).square().mean().backward()
-        wrapped.finish_gradient_synchronization()
-        after.append(gradients(model))
-    return {"passes": after}
-
-
-def observe_skipping(trial: Trial) -> SimpleNamespace:
-    """Rank 0 does not use the module in the first pass, all ranks do in the second."""
-    seed, n = trial.seed(), trial.num_ranks
-    drawn = [[(trial.normal(3, 5), r > 0 or i > 0) for r in range(n)] for i in range(2)]
-    results = trial.run(skip, seed, per_rank=[([batches[r] for batches in drawn],) for r in range(n)])
-    expected = []
-    for batches in drawn:
-        model = build(Skippable, seed).double()
-        (sum(model(x.double(), use).square().mean() for x, use in batches if use) / n).backward()
-        expected.append(gradients(model))
-    return SimpleNamespace(results=results, expected=expected)
-
-
-@check("DataParallel", world_sizes=(2, 4), subgroup=False)
-def a_rank_may_use_no_layer_at_all(trial: Trial) -> None:
-    """A rank whose whole pass used none of the module's parameters gets the mean too, and holds up nobody."""
-    seen = trial.once(observe_skipping)
-    for i, expected in enumerate(seen.expected):
-        for name in expected:
-            trial.close(
-                f"the gradient of {name} after pass {i + 1} (rank 0 used the module in pass 2 only)",
-                [result["passes"][i][name] for result in seen.results],
-                expected[name],
-                help="Where no hook fires, the forward was there all the same: it makes a pass pending.",
-            )
-
-
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def order_of_hooks_does_not_matter(trial: Trial) -> None:
     """Where one rank's backward reaches two layers in the other order, gradients are not mixed up."""
@@ -188,47 +145,6 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
                 "each rank's own sum: it was not reduced": own,
             },
             help="Send parameter.grad as it is then, with all that no_sync() added up.",
-        )
-
-
-class InterruptionError(Exception):
-    """What ends a micro-batch early."""
-
-
-def interrupt(rank: Any, seed: int, x: Tensor) -> dict:
-    """An exception inside no_sync(), which the training loop survives, and then a synchronised pass."""
-    model = build(Skippable, seed).to(rank.device)
-    wrapped = rank.submission.DataParallel(model, rank.group)
-    with suppress(InterruptionError), wrapped.no_sync():
-        raise InterruptionError
-    wrapped(x, True).square().mean().backward()
-    wrapped.finish_gradient_synchronization()
-    return gradients(model)
-
-
-def observe_interruption(trial: Trial) -> SimpleNamespace:
-    seed = trial.seed()
-    x = [(trial.normal(3, 5),) for _ in range(trial.num_ranks)]
-    own = []
-    for (rows,) in x:
-        model = build(Skippable, seed).double()
-        model(rows.double(), True).square().mean().backward()
-        own.append(gradients(model))
-    return SimpleNamespace(results=trial.run(interrupt, seed, per_rank=x), own=own)
-
-
-@check("DataParallel", world_sizes=(2,), subgroup=False)
-def no_sync_ends_with_an_exception_too(trial: Trial) -> None:
-    """An exception inside no_sync() passes through it, and the pass after it is synchronised again."""
-    seen = trial.once(observe_interruption)
-    for name in seen.own[0]:
-        own = [gradient[name] for gradient in seen.own]
-        trial.close(
-            f"the gradient of {name} in the pass after an exception inside no_sync()",
-            [result[name] for result in seen.results],
-            torch.stack(own).mean(0),
-            alternatives={"each rank's own: synchronisation stayed switched off": own},
-            help="Switch it on again in a `finally:`, which runs whatever happens inside the `with`.",
         )
 
 

@@ -51,17 +51,6 @@ class Regression(nn.Module):
         return outputs, F.mse_loss(outputs, targets)
 
 
-class Skippable(nn.Module):
-    """A layer that a rank may leave out altogether: then its output depends on no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
-
-    def forward(self, x: Tensor, use: bool) -> Tensor:
-        return x + self.layers(x) if use else 1.0 * x
-
-
 def tiny_gpt() -> GPT:
     """A GPT of odd sizes."""
     return GPT(GPTConfig(block_size=8, vocab_size=23, n_layer=2, n_head=2, n_embd=12))
