@@ -43,8 +43,8 @@ def _check_lines(check: CheckReport) -> list[tuple[str, str]]:
     lines = _wrap(f"  {mark} ", check.sentence, style if check.verdict != Verdict.SKIPPED else "dim")
     if check.verdict in (Verdict.PASSED, Verdict.SKIPPED):
         return lines
-    label = "" if check.verdict == Verdict.WRONG else f"{check.verdict}: "
-    lines += _wrap("      ", ": ".join(filter(None, (f"{label}{check.where}", check.message))), "")
+    kind = "" if check.verdict == Verdict.WRONG else str(check.verdict)
+    lines += _wrap("      ", ": ".join(filter(None, (kind, check.where, check.message))), "")
     if check.cause:
         lines += _wrap("      likely cause: ", check.cause, "bold")
     if check.help:
@@ -66,7 +66,7 @@ def print_exercise(console: Console, report: ExerciseReport) -> None:
     """Print one exercise, with colours where the console has them."""
     for line, style in exercise_lines(report):
         text = Text(line, style=style)
-        if report is not None and line.startswith("✓") and console.is_terminal:
+        if line.startswith("✓") and console.is_terminal:
             text.append(f"  {report.seconds:.1f} s", style="dim")
         console.print(text, soft_wrap=True)
 
