@@ -146,8 +146,8 @@ def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which rank r computes the r-th slice of the output features.
 
-    `weight` (out/n, in), `bias` (out/n) or None. Built directly, the ranks' slices differ, also when
-    the ranks are seeded alike, and the bias is zero.
+    `weight` (out/n, in), `bias` (out/n) or None. Built directly, the weight follows torch's global seed;
+    the ranks' slices differ, also when the ranks are seeded alike, and the bias is zero.
 
     Raises:
         ValueError: out_features does not divide by the number of ranks.
@@ -199,7 +199,8 @@ class RowParallelLinear(nn.Module):
     """A linear layer of which rank r multiplies the r-th slice of the input features.
 
     `weight` (out, in/n); `bias` (out) is the same on every rank, and is added once, after the sum.
-    Built directly, the ranks' slices differ, also when the ranks are seeded alike, and the bias is zero.
+    Built directly, the weight follows torch's global seed; the ranks' slices differ, also when the ranks
+    are seeded alike, and the bias is zero.
 
     Raises:
         ValueError: in_features does not divide by the number of ranks.
@@ -309,7 +310,8 @@ class VocabParallelEmbedding(nn.Module):
 
     `weight` (rows, h). A vocabulary that does not divide is padded: every rank has ceil(v/n) rows, and
     the last ones of all, which no token uses, are zero. (Leaving the last rank fewer rows is as good.)
-    Built directly, the ranks' slices differ, also when the ranks are seeded alike.
+    Built directly, the rows follow torch's global seed, and the ranks' slices differ, also when the ranks
+    are seeded alike.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, group: ProcessGroup) -> None:
@@ -404,9 +406,9 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
 
     Called as before, with the same whole batch on every rank. The loss is the dense one on every rank.
     With targets the logits are this rank's part of the vocabulary, (b, s, rows); without targets they
-    are whole, (b, 1, v), so that `generate` works. After `loss.backward()` every gradient is complete, and
-    the same on every rank where the parameter is replicated. Parameter names stay GPT's; `lm_head` and
-    `wte` stay tied.
+    are whole, (b, 1, v), and equal on every rank, so that `generate` works (on ranks that are seeded
+    alike, if it samples). After `loss.backward()` every gradient is complete, and the same on every rank
+    where the parameter is replicated. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
 
     Raises:
         ValueError: n_head does not divide by the number of ranks; nothing was changed.
