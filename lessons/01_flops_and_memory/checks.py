@@ -491,10 +491,12 @@ def unknown_recipe_is_refused(trial: Trial) -> None:
 
 
 def measure(trial: Trial) -> Answers:
-    dropout = trial.choice([0.1, 0.2, 0.5])
+    """Both families, and one batch with every dropout: a number above 0 is dropout, however small."""
+    dropout = trial.choice([0.05, 0.1, 0.5])
     configs = draw_family(trial, dropout=0.0) + draw_family(trial, dropout=dropout)
     calls = [batch_for(trial, config) for config in configs]
     calls += [(draw(trial, dropout=p), trial.integer(2, 5), 1) for p in (0.0, dropout)]
+    calls += [alter(*calls[0], dropout=p) for p in (0.05, 0.1, 0.5, 0.0)]
     return Answers(trial, "activation_bytes", calls, saved_bytes)
 
 
