@@ -268,8 +268,21 @@ def compare_parts(trial: Trial, where: Where, help: str) -> None:
 @check("count_parameters")
 def tied_head_counts_once(trial: Trial) -> None:
     """The head has 0 parameters of its own (it is the token table), and the total counts the table once."""
-    for key, help in (("head", "The head is tied: 0."), ("total", "The total is the sum of the parts.")):
-        measured(trial, trial.once(count), key, slips=partial(parameter_slips, key), help=help)
+    answers = trial.once(count)
+    for key, help in (("head", "The head is tied: 0."), ("total", total_help(answers, PARTS))):
+        measured(trial, answers, key, slips=partial(parameter_slips, key), help=help)
+
+
+def total_help(answers: Answers, parts: Iterable[str]) -> str:
+    """What to do about a wrong total: nothing, where it is the sum of parts that are wrong themselves."""
+    parts = list(parts)
+    sums = [
+        [whole(given.get(key)) for key in ("total", *parts)] if isinstance(given, dict) else [None]
+        for given in answers.given
+    ]
+    if all(None not in values and values[0] == sum(values[1:]) for values in sums):
+        return "It is the sum of your parts: it follows from the part above."
+    return f"The total is {' + '.join(parts)}."
 
 
 # --- forward_flops ---
@@ -287,15 +300,18 @@ def core_flops(config: GPTConfig, batch_size: int, sequence_length: int) -> int:
     return with_core["total"] - flops(config, batch_size, sequence_length, "none")["total"]
 
 
-def forward_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
+def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    if key == "head":
+        return head_slips(c, b, s)
     right, core, tokens = flops(c, b, s), core_flops(c, b, s), b * s
     attention, total = right["attention"], right["total"]
     return {
         "the core is missing: q times k, and probabilities times v, s by s for each head": attention - core,
-        "half of the s by s core is missing: the mask hides it, the products compute it": attention
-        - core // 2,
+        (
+            "half of the s by s core is missing: the causal half, which the mask hides and the products "
+            "compute, or one of the two products, q times k and probabilities times v"
+        ): attention - core // 2,
         "a head is h/a wide: here each has the full width": attention + (c.n_head - 1) * core,
-        "with targets all s positions go through the head, not the last alone": right["head"] // s,
         "the embedding look-up copies rows, it multiplies nothing": total
         + 2 * tokens * c.vocab_size * c.n_embd,
         "the head is missing": total - right["head"],
@@ -303,6 +319,12 @@ def forward_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
             2 * tokens * parameters(c)["total"]
         ),
     }
+
+
+def head_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    tied = "tied means no parameters of its own; the product with the table is still done: 2·b·s·h·v"
+    last = "with targets all s positions go through the head, not the last alone"
+    return {tied: 0, last: flops(c, b, s)["head"] // s}
 
 
 @check("forward_flops")
@@ -316,14 +338,15 @@ def parts_are_what_the_counter_counts(trial: Trial) -> None:
     """Attention, MLP and head have the FLOPs that torch's FlopCounterMode counts in their modules."""
     for part in ("attention", "mlp", "head"):
         help = "Count 2·m·k·n for every product of (m, k) with (k, n)."
-        measured(trial, trial.once(count_forward), part, slips=forward_slips, help=help)
+        measured(trial, trial.once(count_forward), part, slips=partial(forward_slips, part), help=help)
 
 
 @check("forward_flops")
 def total_is_what_the_counter_counts(trial: Trial) -> None:
     """The total is what FlopCounterMode counts in a forward pass with plain attention."""
-    help = "The total is attention + mlp + head."
-    measured(trial, trial.once(count_forward), "total", slips=forward_slips, help=help)
+    answers = trial.once(count_forward)
+    help = total_help(answers, ("attention", "mlp", "head"))
+    measured(trial, answers, "total", slips=partial(forward_slips, "total"), help=help)
 
 
 # --- training_flops ---
@@ -679,9 +702,13 @@ def read_reports(trial: Trial) -> list[tuple]:
 
 
 def compare_report(
-    trial: Trial, key: str, truth: Callable[..., float], help: str, cards: Iterable[tuple[str, int]] = CARDS
+    trial: Trial,
+    key: str,
+    truth: Callable[..., float],
+    help: str | Callable[[str, int], str],
+    cards: Iterable[tuple[str, int]] = CARDS,
 ) -> None:
-    """What the reports say under `key` is true, for some of the four cards."""
+    """What the reports say under `key` is true, for some of the four cards; `help` can depend on the card."""
     tolerance = 0.01 if key.endswith("utilization") else 1e-6
     for run, (word, factor), given in trial.once(read_reports):
         if (word, factor) not in cards:
@@ -693,7 +720,8 @@ def compare_report(
             f"recompute={word!r}, a card of {factor * run[3]:.4g} FLOP/s{' with sparsity' * (factor == 2)}"
         )
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        trial.require(is_number and math.isclose(value, right, rel_tol=tolerance), message, help=help)
+        told = help(word, factor) if callable(help) else help
+        trial.require(is_number and math.isclose(value, right, rel_tol=tolerance), message, help=told)
 
 
 @check("utilization_report")
@@ -713,18 +741,31 @@ def memory_is_in_gib(trial: Trial) -> None:
 @check("utilization_report")
 def recomputation_is_hardware_work_alone(trial: Trial) -> None:
     """With recompute="full" the hardware's utilization rises by the blocks' forward, the model's does not."""
-    help = "What runs a second time brings the training no further: it counts for the hardware alone."
-    compare_report(trial, "model_flops_utilization", of_the_model, help, CARDS[:2])
-    help = "The hardware ran the blocks' forward once more, and not the head's."
-    compare_report(trial, "hardware_flops_utilization", of_the_hardware, help, CARDS[:2])
+    compare_report(trial, "model_flops_utilization", of_the_model, model_help, CARDS[:2])
+    compare_report(trial, "hardware_flops_utilization", of_the_hardware, hardware_help, CARDS[:2])
 
 
 @check("utilization_report")
 def peak_is_dense(trial: Trial) -> None:
     """A figure with sparsity is twice what dense matrices can reach: utilization is of the dense peak."""
-    help = "with_sparsity: half of the printed products are with zeros that are left out. Halve the peak."
-    compare_report(trial, "model_flops_utilization", of_the_model, help, CARDS[2:3])
-    compare_report(trial, "hardware_flops_utilization", of_the_hardware, help, CARDS[2:])
+    compare_report(trial, "model_flops_utilization", of_the_model, model_help, CARDS[2:3])
+    compare_report(trial, "hardware_flops_utilization", of_the_hardware, hardware_help, CARDS[2:])
+
+
+PLAIN = "Nothing is recomputed and the printed peak is dense here: compare a token's FLOPs, and the peak."
+SPARSE = "with_sparsity: half of the printed products are with zeros that are left out. Halve the peak."
+
+
+def model_help(recompute: str, factor: int) -> str:
+    if recompute == "full":
+        return "What runs a second time brings the training no further: it counts for the hardware alone."
+    return SPARSE if factor == 2 else PLAIN
+
+
+def hardware_help(recompute: str, factor: int) -> str:
+    if recompute == "full":  # the report without recomputation comes first, and is right then
+        return "The hardware ran the blocks' forward once more, and not the head's."
+    return SPARSE if factor == 2 else PLAIN
 
 
 def of_the_model(c: GPTConfig, rate: float, length: int, peak: float, _: str) -> float:
