@@ -190,6 +190,7 @@ def utilization_report(
     config = model.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied one once
     in_blocks = sum(parameter.numel() for parameter in model.transformer.h.parameters())
+    # (in_blocks has norms and biases too, which multiply no matrix: about 1/h of it, or less.)
     blocks = 2 * in_blocks + 4 * config.n_layer * sequence_length * config.n_embd
     head = 2 * config.n_embd * config.vocab_size
     model_flops = 3 * (blocks + head)  # a token's forward and backward
