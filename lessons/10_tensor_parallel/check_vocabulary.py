@@ -213,31 +213,18 @@ def embedding_sends_one_all_reduce_forward(trial: Trial) -> None:
         nothing_travels(trial, seen, BACKWARD, "The gradient of the output is on every rank already.")
 
 
-def direct_embedding_probe(rank, size: int, width: int, seeds: tuple[int, int]) -> dict:
-    """Tables built directly on ranks that are seeded alike: two in a row, and one from another seed."""
-
-    def build() -> nn.Module:
-        return rank.submission.VocabParallelEmbedding(size, width, group=rank.group)
-
-    rank.seed(seeds[1])
-    reseeded = build()
-    rank.seed(seeds[0])
-    layer, second = build(), build()
-    return {
-        "weight": layer.weight.detach(),
-        "second": second.weight.detach(),
-        "reseeded": reseeded.weight.detach(),
-        "output": layer(torch.arange(size, device=rank.device)),
-    }
+def direct_embedding_probe(rank, size: int, width: int) -> dict:
+    """A table built directly."""
+    layer = rank.submission.VocabParallelEmbedding(size, width, group=rank.group)
+    return {"weight": layer.weight.detach(), "output": layer(torch.arange(size, device=rank.device))}
 
 
 @check("VocabParallelEmbedding", world_sizes=(2, 1, 4), subgroup=False)
 def embedding_starts_sensibly(trial: Trial) -> None:
-    """Built directly it has random rows, other ones on each rank though the ranks are seeded alike."""
+    """Built directly it has its rows of a random table."""
     n = trial.num_ranks
     size = 8 * n
-    seed = trial.integer(1, 10**6)
-    results = trial.run(direct_embedding_probe, size, 16, (seed, seed + trial.integer(1000, 2000)))
+    results = trial.run(direct_embedding_probe, size, 16)
     whole = torch.cat([result["weight"] for result in results])
     trial.equal("the shape of all rows joined", tuple(whole.shape), (size, 16))
     trial.close("the rows of all tokens", [result["output"] for result in results], whole)
@@ -247,25 +234,6 @@ def embedding_starts_sensibly(trial: Trial) -> None:
         f"the standard deviation of the initial rows is {spread:.3g}; 1 (as nn.Embedding) or 0.02 (as GPT-2) "
         "is expected",
     )
-    for rank, result in enumerate(results):
-        trial.require(
-            not any(torch.equal(result["weight"], other["weight"]) for other in results[:rank]),
-            "ranks that are seeded alike drew the same rows: different words have the same vector",
-            help="Draw the whole table and keep this rank's rows.",
-            rank=rank,
-        )
-        trial.require(
-            not torch.equal(result["weight"], result["second"]),
-            "two tables that are built one after the other start with the same rows",
-            help="Something seeds the draw in __init__. Draw the whole table and keep this rank's rows.",
-            rank=rank,
-        )
-        trial.require(
-            not torch.equal(result["weight"], result["reseeded"]),
-            "another torch.manual_seed gives the same rows: the draw has a fixed seed of its own",
-            help="Draw the whole table from torch's global stream and keep this rank's rows.",
-            rank=rank,
-        )
 
 
 def entropy_probe(rank, cases: list[dict]) -> dict:
