@@ -753,7 +753,10 @@ def peak_is_dense(trial: Trial) -> None:
 
 
 PLAIN = "Nothing is recomputed and the printed peak is dense here: compare a token's FLOPs, and the peak."
-SPARSE = "with_sparsity: half of the printed products are with zeros that are left out. Halve the peak."
+SPARSE = (
+    "with_sparsity: half of the printed products are with zeros that are left out. Halve the peak. "
+    "(If a dense card's report is wrong above, mend that first.)"
+)
 
 
 def model_help(recompute: str, factor: int) -> str:
