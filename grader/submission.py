@@ -1,16 +1,25 @@
 """Reads a submission as text: which exercises it defines, and which are still the stub. Runs nothing."""
 
 import ast
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grader.launcher import Code
+from grader.launcher import ROOT, Code
 from nanogpt.implementation import Cell, read_cells
 
 MAX_BYTES = 64 << 20
 COURSE_PACKAGES = ("nanogpt", "solutions", "grader", "torch", "lessons")
+
+
+def is_learners(file: str) -> bool:
+    """Whether a code file can be the learner's: not installed, not Python's, not the course's."""
+    path = Path(file)
+    others = [Path(sysconfig.get_path("stdlib")), *(ROOT / name for name in COURSE_PACKAGES)]
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return path.suffix == ".py" and not installed and not any(folder in path.parents for folder in others)
 
 
 @dataclass(frozen=True)
@@ -36,10 +45,8 @@ class Submission:
                 lines = cell.source.splitlines()
                 text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
                 return f"{file}, line {line}: `{text}`" if text else f"{file}, line {line}"
-        inside = (
-            self.path.parent in Path(file).parents if file.endswith(".py") and not self.trusted else False
-        )
-        return f"{Path(file).name}, line {line}" if inside else ""
+        beside = not self.trusted and self.path.parent.resolve() in Path(file).parents
+        return f"{Path(file).name}, line {line}" if beside and is_learners(file) else ""
 
     def code(self, skip: frozenset[str] = frozenset()) -> Code:
         """What the ranks run; `skip` holds the sources of cells to leave out."""

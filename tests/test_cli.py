@@ -8,6 +8,8 @@ from click.testing import CliRunner, Result
 
 from grader.cli import grade
 from grader.course import lessons
+from grader.launcher import ROOT
+from grader.submission import from_cells
 
 QUICK = ["--only", "copy_to_group", "--ranks", "1"]
 RIGHT = """
@@ -87,6 +89,17 @@ def test_a_lesson_may_be_named_in_several_ways() -> None:
         result = run(path)
         assert result.exit_code == 1
         assert "not attempted" in result.output
+
+
+def test_a_place_is_the_learners_own_wherever_the_course_lies(tmp_path: Path) -> None:
+    """A submission's folder may hold the course, or the environment that it runs in."""
+    import torch.distributed.distributed_c10d as installed
+
+    for file, text in ((installed.__file__, ""), (str(ROOT / "grader" / "worker.py"), "")):
+        above = from_cells(Path("/mine.py"), ())
+        assert above.locate(file, 1) == text
+    helper = str(tmp_path / "helper.py")
+    assert from_cells(tmp_path / "mine.py", ()).locate(helper, 3) == "helper.py, line 3"
 
 
 @pytest.mark.parametrize(
