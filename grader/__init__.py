@@ -4,6 +4,18 @@ In a notebook: `check(MyLinear)` grades one exercise, `run_ranks(function, *args
 on ranks. In a terminal: `grade` (see grader.cli). Those who write lessons import `grader.checks`.
 """
 
-from grader.notebook import check, run_ranks
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grader.notebook import check, run_ranks
 
 __all__ = ["check", "run_ranks"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what a notebook uses when it is asked for: the rest of the package does without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from grader import notebook
+
+    return getattr(notebook, name)

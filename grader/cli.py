@@ -10,6 +10,7 @@ Exit status: 0 everything asked for passed; 1 something did not; 2 could not gra
 
 import difflib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from rich.table import Table
 
 from grader import isolation
 from grader.course import Lesson, find_exercise, lessons
-from grader.judge import Settings, grade_submission
-from grader.launcher import ROOT, CannotGradeError, Launcher, Limits
+from grader.judge import Settings, grade_task, tasks
+from grader.launcher import ROOT, CannotGradeError, Limits
 from grader.report import print_exercise, print_table, summary, write_json
+from grader.side_by_side import sensible_jobs, side_by_side
 from grader.submission import Submission, read_submission
 from grader.verdicts import ExerciseReport, Verdict
 
@@ -89,6 +91,11 @@ def grade() -> None:
     show_default=True,
     help="GiB that the ranks of one run may take together.",
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Exercises to grade at a time; without it one more than cores, four at most.",
+)
 @click.option("--seed", type=int, help="Draw the same inputs again.")
 def run(
     path: str | None,
@@ -100,6 +107,7 @@ def run(
     isolate: str,
     timeout: float,
     memory: float,
+    jobs: int | None,
     seed: int | None,
 ) -> None:
     """Grade PATH, or without one the notebooks of the whole course."""
@@ -107,7 +115,7 @@ def run(
     settings = Settings(ranks=_numbers(ranks), device=device, limits=limits, seed=seed)
     _known(only)
     while True:
-        code = _grade(path, only, settings, json_file, isolate)
+        code = _grade(path, only, settings, json_file, isolate, jobs or sensible_jobs(device))
         if not watch:
             sys.exit(code)
         if path is None:
@@ -147,13 +155,13 @@ def hint(name: str, number: int) -> None:
     click.echo(f"{hints[number - 1]}{more}")
 
 
-def main() -> None:
-    """Entry point."""
-    grade(prog_name="grade")
-
-
 def _grade(
-    path: str | None, only: tuple[str, ...], settings: Settings, json_file: Path | None, isolate: str
+    path: str | None,
+    only: tuple[str, ...],
+    settings: Settings,
+    json_file: Path | None,
+    isolate: str,
+    jobs: int,
 ) -> int:
     console = _console()
     try:
@@ -161,27 +169,25 @@ def _grade(
     except ValueError as error:
         click.echo(f"grade: {error}", err=True)
         return COULD_NOT
-    isolated = isolate == "on" or (isolate == "auto" and settings.device == "cpu" and not isolation.why_not())
+    wished = isolate == "on" or (isolate == "auto" and settings.device == "cpu" and not isolation.why_not())
+    isolated = wished and not all(submission.trusted for submission, _ in work)
+    hidden = [ROOT / "solutions", ROOT / "tests", ROOT / ".git"]
+    visible = sorted({submission.path.parent.resolve() for submission, _ in work})
+    todo = [
+        task
+        for submission, lesson in work
+        for task in tasks(submission, lesson, only or _defined_only(submission, lesson))
+    ]
     reports: list[ExerciseReport] = []
     whole_course = path is None
-
-    def show(report: ExerciseReport) -> None:
-        if not whole_course:
-            print_exercise(console, report)
-
+    grade_one = partial(grade_task, settings=settings)
     try:
-        for submission, lesson in work:
-            shut_in = isolated and not submission.trusted
-            hidden = [ROOT / "solutions", ROOT / "tests", ROOT / ".git"]
-            launcher = Launcher(shut_in, hidden, [submission.path.parent.resolve()])
-            try:
-                with console.status(f"grading {lesson.name}") as status:
-                    names = only or _defined_only(submission, lesson)
-                    reports += grade_submission(
-                        submission, lesson, launcher, settings, names, show, status.update
-                    )
-            finally:
-                launcher.close()
+        with console.status(f"grading {len(todo)} exercises") as status:
+            for report in side_by_side(grade_one, todo, jobs, isolated, hidden, visible):
+                reports.append(report)
+                status.update(f"{len(reports)} of {len(todo)} exercises graded")
+                if not whole_course:
+                    print_exercise(console, report)
     except CannotGradeError as error:
         click.echo(f"grade: {error}", err=True)
         return COULD_NOT
@@ -283,7 +289,3 @@ def _console() -> Console:
 def _stop(message: str) -> Any:
     click.echo(f"grade: {message}", err=True)
     sys.exit(COULD_NOT)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,31 +33,43 @@ class Settings:
     """Draw the same inputs again; None draws new ones."""
 
 
-def grade_submission(
-    submission: Submission,
-    lesson: Lesson,
-    launcher: Launcher,
-    settings: Settings,
-    only: Sequence[str] = (),
-    on_report: Callable[[ExerciseReport], None] = lambda report: None,
-    on_start: Callable[[str], None] = lambda name: None,
-) -> list[ExerciseReport]:
-    """Grade a submission's exercises of one lesson; calls `on_start` and `on_report` around each."""
-    code = submission.code(skip=lesson.demonstrations)
-    reports = []
+@dataclass(frozen=True)
+class Task:
+    """An exercise of a submission, to be graded."""
+
+    submission: Submission
+    lesson: Lesson
+    exercise: Exercise
+
+
+def tasks(submission: Submission, lesson: Lesson, only: Sequence[str] = ()) -> list[Task]:
+    """What there is to grade in a submission of a lesson; optional exercises where it defines them."""
+    wanted = []
     for exercise in lesson.exercises.values():
-        if only and exercise.name not in only:
-            continue
-        node = submission.definitions.get(exercise.name)
-        if node is None and exercise.optional and exercise.name not in only:
-            continue
-        on_start(f"grading {exercise.name}")
-        report = _without_a_run(submission, lesson, exercise) or grade_exercise(
-            exercise, lesson.name, code, launcher, settings, submission.locate
-        )
-        reports.append(report)
-        on_report(report)
-    return reports
+        asked_for = exercise.name in only
+        if asked_for or (not only and (not exercise.optional or exercise.name in submission.definitions)):
+            wanted.append(Task(submission, lesson, exercise))
+    return wanted
+
+
+def grade_task(task: Task, launcher: Launcher, settings: Settings) -> ExerciseReport:
+    """Grade one exercise of a submission."""
+    submission, lesson = task.submission, task.lesson
+    return _without_a_run(submission, lesson, task.exercise) or grade_exercise(
+        task.exercise,
+        lesson.name,
+        submission.code(skip=lesson.demonstrations),
+        launcher,
+        settings,
+        submission.locate,
+    )
+
+
+def grade_submission(
+    submission: Submission, lesson: Lesson, launcher: Launcher, settings: Settings, only: Sequence[str] = ()
+) -> list[ExerciseReport]:
+    """Grade a submission's exercises of one lesson, one after the other."""
+    return [grade_task(task, launcher, settings) for task in tasks(submission, lesson, only)]
 
 
 def _without_a_run(submission: Submission, lesson: Lesson, exercise: Exercise) -> ExerciseReport | None:

@@ -27,6 +27,8 @@ from grader.recording import Event, revive
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN_BYTES = 32
+FORK_SERVER = "import gc; gc.disable(); from grader.forkserver import main; main()"
+"""Imports make much and free little: collecting garbage meanwhile takes most of a second."""
 
 
 class CannotGradeError(RuntimeError):
@@ -199,7 +201,7 @@ class Launcher:
         if reason:
             raise CannotGradeError(f"isolation is not available: {reason}")
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "grader.forkserver", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-c", FORK_SERVER, str(theirs.fileno())]
         if self.isolate:
             python = [Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent]
             command = isolated_command(command, list(self._hidden), [ROOT, *python, *self._visible])
