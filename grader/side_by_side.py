@@ -63,14 +63,18 @@ class _Turn:
         self._lock.release()
 
     def end(self) -> None:
-        """No run begins any more."""
+        """No run begins any more, and how one ended is no verdict."""
         self._ended = True
+
+    def goes_on(self) -> None:
+        """Raise CannotGradeError when the grading was stopped."""
+        if self._ended:
+            raise CannotGradeError("the grading was stopped")
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
         """Let the others compute meanwhile."""
-        if self._ended:
-            raise CannotGradeError("the grading was stopped")
+        self.goes_on()
         state = torch.get_rng_state()
         self._lock.release()
         try:
@@ -91,6 +95,7 @@ class _Neighbour(Launcher):
     def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         with self._turn.let_go():
             summary, records = super()._exchange(header, orders)
+            self._turn.goes_on()
             if summary["ended"] == "lost":  # by this run, or by its neighbour: alone it will show
                 alone = Launcher(*self._options)
                 try:
