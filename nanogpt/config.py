@@ -9,7 +9,7 @@ from nanogpt.data import Dataset
 from nanogpt.model import GPTConfig
 
 _AT_LEAST_ONE = (
-    *("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps"),
+    *("n_layer", "n_head", "n_embd", "block_size", "batch_size", "accumulate"),
     *("max_steps", "eval_interval", "eval_batches", "checkpoint_interval"),
 )
 
@@ -42,8 +42,10 @@ class TrainConfig:
     """Optimizer steps of the whole run."""
     batch_size: int = 4
     """Sequences in a step, over all ranks and all micro-batches."""
-    gradient_accumulation_steps: int = 1
+    accumulate: int = 1
     """Micro-batches that a step is cut into; must divide batch_size. The curve stays the same."""
+    checkpoint: Literal["every", "attention"] | None = None
+    """Recompute in backward instead of keeping: every block, or the core of attention alone."""
     learning_rate: float = 2e-3
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float = 2e-4
@@ -84,21 +86,25 @@ class TrainConfig:
     parallel: str | None = None
     """Technique for several ranks, such as data_parallel or tensor_parallel; start with torchrun."""
     implementation: str = "solutions"
-    """Whose technique: solutions, torch (PyTorch's own), or the path of a notebook or .py file."""
+    """Whose techniques: solutions, torch (PyTorch's own), or the path of a notebook or .py file."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if self.batch_size % self.gradient_accumulation_steps:
+        if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} does not divide into "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} equal micro-batches"
+                f"accumulate={self.accumulate} equal micro-batches"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
-        if self.parallel is None and self.implementation != "solutions":
-            raise ValueError("--implementation needs --parallel: which technique should it be?")
+        asked_for = self.parallel or self.checkpoint or self.accumulate > 1
+        if not asked_for and self.implementation != "solutions":
+            raise ValueError(
+                "--implementation needs --parallel, --checkpoint or --accumulate: "
+                "which technique should it be?"
+            )
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
 

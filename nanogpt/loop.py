@@ -3,11 +3,12 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanogpt import checkpoint
 from nanogpt.config import TrainConfig
@@ -21,8 +22,9 @@ from nanogpt.metrics import (
     read_metrics,
 )
 from nanogpt.model import GPT
-from nanogpt.optimizer import adamw, learning_rate
+from nanogpt.optimizer import learning_rate
 from nanogpt.parallel import Parallel
+from nanogpt.technique import Accumulation, Checkpointing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,15 @@ class Place:
     num_ranks: int = 1
     barrier: Callable[[], None] = lambda: None
     """Returns when every rank has called it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Techniques:
+    """What the lessons bring to a run; without any it is plain training on one rank."""
+
+    parallel: Parallel = field(default_factory=Parallel)
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    accumulate: Accumulation = field(default_factory=Accumulation)
 
 
 class Trainer:
@@ -49,16 +60,17 @@ class Trainer:
         run_dir: Path,
         tokens: Tokens,
         vocab_size: int,
-        parallel: Parallel,
+        techniques: Techniques,
         place: Place,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.tokens = tokens
-        self.parallel = parallel
+        self.parallel = parallel = techniques.parallel
+        self.accumulation = techniques.accumulate
         self.place = place
         self.model_config = config.model_config(vocab_size)
-        self.micro_batch_size = config.batch_size // config.gradient_accumulation_steps
+        self.micro_batch_size = config.batch_size // config.accumulate
         parallel.check(self.model_config, place.num_ranks)
         self._require_equal_shares()
         torch.manual_seed(config.seed)
@@ -66,8 +78,8 @@ class Trainer:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if config.compile:
             model.compile()
-        self.module = parallel.wrap(model)
-        self.optimizer = adamw(self.module, config)
+        self.module = parallel.build(model, techniques.checkpoint)
+        self.optimizer = parallel.optimizer(self.module, config)
         torch.manual_seed(config.seed + place.rank)
         self.step = 0
         if config.resume:
@@ -77,9 +89,9 @@ class Trainer:
         shares = self.parallel.num_shares(self.place.num_ranks)
         if self.micro_batch_size % shares:
             raise ValueError(
-                f"a micro-batch of {self.micro_batch_size} sequences (batch_size / "
-                f"gradient_accumulation_steps) does not divide over {shares} ranks: "
-                f"choose --batch-size {shares * self.config.gradient_accumulation_steps} or a multiple of it"
+                f"a micro-batch of {self.micro_batch_size} sequences (batch_size / accumulate) does not "
+                f"divide over {shares} ranks: choose --batch-size {shares * self.config.accumulate} "
+                "or a multiple of it"
             )
 
     def _restore(self) -> None:
@@ -120,24 +132,19 @@ class Trainer:
 
     def train_step(self) -> tuple[Tensor, Tensor, float]:
         """One optimizer step: the mean loss of this rank's share, the gradient's norm, the learning rate."""
-        config, module = self.config, self.module
+        config = self.config
         idx, targets = self._batch(config.batch_size, self.step)
         rate = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        total = torch.zeros((), device=self.place.device)
-        *others, last = self._micro_batches()
-        for rows in (*others, last):
-            with contextlib.nullcontext() if rows == last else self.parallel.accumulating(module):
-                loss = self._loss(idx[rows], targets[rows]) / config.gradient_accumulation_steps
-                loss.backward()
-            total += loss.detach()
-        self.parallel.synchronize(module)
-        norm = self.parallel.clip_gradients(module, config.grad_clip or float("inf"))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        inputs, targets = self.parallel.share(idx), self.parallel.share(targets)
+        module = Microbatches(self._forward, self.module, self.parallel, config.accumulate)
+        loss = self.accumulation.accumulate(module, inputs, targets, config.accumulate)
+        module.require_all_seen()
+        self.parallel.synchronize(self.module)
+        norm = self.parallel.update(self.module, self.optimizer, config.grad_clip or float("inf"))
         self.step += 1
-        return total, norm, rate
+        return loss, norm, rate
 
     @torch.no_grad()
     def validation_loss(self) -> float:
@@ -146,16 +153,13 @@ class Trainer:
         total = torch.zeros((), device=self.place.device)
         for number in range(self.config.eval_batches):
             idx, targets = self._batch(self.config.batch_size, number, validation=True)
-            for rows in self._micro_batches():
-                total += self._loss(idx[rows], targets[rows])
+            for rows, goals in zip(
+                idx.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True
+            ):
+                total += self._forward(self.parallel.share(rows), self.parallel.share(goals))[1]
         self.module.train()
-        count = self.config.eval_batches * self.config.gradient_accumulation_steps
+        count = self.config.eval_batches * self.config.accumulate
         return (self.parallel.mean_loss(total) / count).item()
-
-    def _micro_batches(self) -> list[slice]:
-        """The rows of each micro-batch of a batch."""
-        starts = range(0, self.config.batch_size, self.micro_batch_size)
-        return [slice(start, start + self.micro_batch_size) for start in starts]
 
     def _batch(self, batch_size: int, step: int, validation: bool = False) -> tuple[Tensor, Tensor]:
         """The same batch on every rank: tokens and next tokens, (b, s) each."""
@@ -166,11 +170,11 @@ class Trainer:
             idx, targets = idx.pin_memory(), targets.pin_memory()
         return idx.to(self.place.device, non_blocking=True), targets.to(self.place.device, non_blocking=True)
 
-    def _loss(self, idx: Tensor, targets: Tensor) -> Tensor:
+    def _forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and loss of this rank's share, in the precision asked for."""
         bf16 = self.config.dtype == "bfloat16"
         with torch.autocast(self.place.device.type, dtype=torch.bfloat16, enabled=bf16):
-            _, loss = self.module(self.parallel.share(idx), self.parallel.share(targets))
-        return loss
+            return self.module(idx, targets)
 
     def _validate(self, report: "Report | None") -> None:
         loss = self.validation_loss()
@@ -186,6 +190,39 @@ class Trainer:
             rank=self.place.rank,
             barrier=self.place.barrier,
         )
+
+
+class Microbatches(nn.Module):
+    """The module that an `Accumulation` calls: tells the technique which micro-batch is the step's last.
+
+    The ranks need not talk before the last one: all others run inside `Parallel.accumulating`.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], module: nn.Module, parallel: Parallel, num_microbatches: int
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._call = forward
+        self._left = num_microbatches
+        self._quiet = contextlib.ExitStack()
+        if num_microbatches > 1:
+            self._quiet.enter_context(parallel.accumulating(module))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        self._left -= 1
+        if self._left == 0:
+            self._quiet.close()
+        return self._call(idx, targets)
+
+    def require_all_seen(self) -> None:
+        """Raise a ValueError unless every micro-batch was there, once."""
+        self._quiet.close()
+        if self._left:
+            more = "fewer" if self._left > 0 else "more"
+            raise ValueError(
+                f"accumulate_gradients called the model {abs(self._left)} times {more} than it was told to"
+            )
 
 
 class Report:

@@ -1,26 +1,20 @@
-"""What the training loop asks of a way to train on many ranks, and how it finds one by its name.
+"""What the training loop asks of a way to train on many ranks.
 
-The loop knows no technique. It holds one `Parallel`, and calls its methods at the moments where
-ranks may have to do something. The base class is training on one rank: it does nothing. A
-technique brings its own subclass, in a dictionary `PARALLEL` of its module:
-
-    PARALLEL: dict[str, type[Parallel]] = {"data_parallel": DataParallelTraining}
-
-`find_parallel("data_parallel")` looks for that dictionary at run time, so that this package
-imports no technique.
+The loop holds one `Parallel`, and calls its methods at the moments where ranks may have to do something.
+The base class is training on one rank: it does nothing.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from nanogpt.config import TrainConfig
 from nanogpt.model import GPT, GPTConfig
+from nanogpt.optimizer import adamw
+from nanogpt.technique import Checkpointing, Implementation, Technique
 
 
 class Group(Protocol):
@@ -33,33 +27,36 @@ class Group(Protocol):
         """How many processes there are."""
 
 
-Implementation = ModuleType | SimpleNamespace
-"""The attributes are the exercises of a lesson: a module, or what a notebook defined."""
-
-
-class Parallel:
+class Parallel(Technique):
     """Training on one rank, and the methods that a technique overrides.
 
-    The order in which the loop calls them: `check` (model not yet built), `wrap` once, then for every
-    step `share` for each micro-batch, `accumulating` around all of them but the last, `synchronize`
-    after the last backward, `clip_gradients`, and now and then `mean_loss` and `whole_state_dict`.
+    The order in which the loop calls them: `check` (model not yet built), `build` and `optimizer` once,
+    then for every step `share`, `accumulating` around all micro-batches but the last, `synchronize` after
+    the last backward, `update`, and now and then `mean_loss` and `whole_state_dict`.
     Every rank calls each of them at the same moment, so each may communicate.
 
-    The model that `wrap` gets has the same weights on every rank. After `wrap`, rank r seeds torch with
+    The model that `build` gets has the same weights on every rank. After it, rank r seeds torch with
     seed + r, so plain dropout differs between ranks; where masks must agree, set `Dropout.generator`
     (the state of every module's `generator` is kept in checkpoints).
     """
 
-    exercise: str = ""
-    """Name that a learner's file must define for this technique; empty if it needs none."""
-
     def __init__(self, implementation: Implementation | None = None, group: Group | None = None) -> None:
         """`implementation` None asks for PyTorch's own version of the technique."""
-        self.implementation = implementation
+        super().__init__(implementation)
         self.group = group
 
     def check(self, config: GPTConfig, num_ranks: int) -> None:
         """Raise a ValueError of one sentence if this model cannot be trained on so many ranks."""
+
+    def build(self, model: GPT, checkpointing: Checkpointing) -> nn.Module:
+        """What `wrap` makes of a model that keeps fewer activations.
+
+        The model changes before it is wrapped; a technique that replaces layers overrides the order.
+
+        Raises:
+            ValueError: the technique and this checkpointing do not go together.
+        """
+        return self.wrap(checkpointing.apply(model))
 
     def wrap(self, model: GPT) -> nn.Module:
         """What the loop calls as module(idx, targets), for (logits, loss), on this rank's `share`.
@@ -68,6 +65,10 @@ class Parallel:
         in a checkpoint and gets back through `load_state_dict`.
         """
         return model
+
+    def optimizer(self, module: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+        """AdamW as `config` says, over what this rank updates."""
+        return adamw(module, config)
 
     def share(self, tensor: Tensor) -> Tensor:
         """This rank's part of a global batch (b, s), which every rank has; b divides over the ranks."""
@@ -79,6 +80,13 @@ class Parallel:
 
     def synchronize(self, module: nn.Module) -> None:
         """After a step's last backward: when it returns, every gradient is complete."""
+
+    def update(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """One optimizer step on the clipped gradients, which are gone afterwards; their norm before."""
+        norm = self.clip_gradients(module, max_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> Tensor:
         """Scale gradients so that the norm of all of them, over all ranks, is at most max_norm.
@@ -99,43 +107,3 @@ class Parallel:
         """Into how many parts `share` cuts the batch."""
         rows = torch.zeros(num_ranks, 1)
         return num_ranks // max(1, self.share(rows).size(0))
-
-
-def find_parallel(name: str, package: str = "solutions") -> tuple[type[Parallel], ModuleType]:
-    """The training adapter called `name`, and the module of `package` that brings it.
-
-    Modules are imported one by one, the one of that name first, and only until it is found.
-
-    Raises:
-        ValueError: nothing is called so; the sentence lists what there is.
-    """
-    known: list[str] = []
-    broken: list[str] = []
-    for module_name in _modules(package, first=name):
-        try:
-            module = importlib.import_module(f"{package}.{module_name}")
-        except Exception as error:
-            broken.append(f"{package}.{module_name} ({type(error).__name__}: {error})")
-            continue
-        adapters = getattr(module, "PARALLEL", {})
-        if name in adapters:
-            return adapters[name], module
-        known += adapters
-    listed = ", ".join(sorted(known)) or "none"
-    failed = f"; these could not be imported: {', '.join(broken)}" if broken else ""
-    raise ValueError(
-        f"--parallel {name}: no such technique in the package {package!r}; known are: {listed}{failed}"
-    )
-
-
-def _modules(package: str, first: str) -> list[str]:
-    """Names of the package's modules, sorted, `first` before the others."""
-    try:
-        found = importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--parallel needs the package {package!r}, which Python does not find ({error}): "
-            "run from the repository's root, or install it with pip install -e ."
-        ) from None
-    names = [module.name for module in pkgutil.iter_modules(found.__path__)]
-    return sorted(names, key=lambda each: (each != first, each))

@@ -25,8 +25,8 @@ from nanogpt import runs, tokenizer
 from nanogpt.config import TrainConfig, require_same_run
 from nanogpt.data import Tokens, load_tokens
 from nanogpt.implementation import load_implementation, require
-from nanogpt.loop import Place, Trainer
-from nanogpt.parallel import Implementation, Parallel, find_parallel
+from nanogpt.loop import Place, Techniques, Trainer
+from nanogpt.technique import Implementation, Technique, find_technique
 
 _SAID = "rank 0 has said what is wrong"
 
@@ -159,23 +159,38 @@ def _device(name: str, local_rank: int, num_local: int) -> torch.device:
     return torch.device("cuda", wanted)
 
 
-def technique(config: TrainConfig, place: Place) -> Parallel:
-    """The technique that the options name, by whom they name.
+def techniques(config: TrainConfig, place: Place) -> Techniques:
+    """The techniques that the options name, by whom they name.
+
+    Of a learner's file that has some of them the rest is the course's own, which is said.
 
     Raises:
         ValueError: there is none of that name, or the file does not define what it needs.
     """
-    if config.parallel is None:
-        return Parallel()
-    adapter, solution = find_parallel(config.parallel)
-    implementation: Implementation | None = None
-    if config.implementation == "solutions":
-        implementation = solution
-    elif config.implementation != "torch":
-        implementation = load_implementation(config.implementation)
-    if implementation is not None and adapter.exercise:
-        require(implementation, adapter.exercise)
-    return adapter(implementation, dist.group.WORLD)
+    wanted = {"PARALLEL": config.parallel, "CHECKPOINT": config.checkpoint}
+    if config.accumulate > 1:
+        wanted["ACCUMULATE"] = "accumulate"
+    found = {table: find_technique(table, name) for table, name in wanted.items() if name is not None}
+    theirs: Implementation | None = None
+    if found and config.implementation not in ("solutions", "torch"):
+        theirs = load_implementation(config.implementation)
+        has = [
+            table for table, (adapter, _) in found.items() if any(map(theirs.__dict__.get, adapter.exercises))
+        ]
+    chosen: dict[str, Technique] = {}
+    for table, (adapter, solution) in found.items():
+        implementation = None if config.implementation == "torch" else solution
+        if theirs is not None and (table in has or not has):
+            implementation = theirs
+            for name in adapter.exercises:
+                require(theirs, name)
+        elif theirs is not None and place.rank == 0:
+            print(
+                f"{config.implementation} has no {' and '.join(adapter.exercises)}: the course's own is used"
+            )
+        group = (dist.group.WORLD,) if table == "PARALLEL" else ()
+        chosen[table] = adapter(implementation, *group)
+    return Techniques(**{table.lower(): technique for table, technique in chosen.items()})
 
 
 def tokens_of(config: TrainConfig, place: Place) -> Tokens:
@@ -190,13 +205,13 @@ def tokens_of(config: TrainConfig, place: Place) -> Tokens:
 
 def train(config: TrainConfig, place: Place, store: dist.Store | None) -> None:
     """One run, from its options to its last checkpoint."""
-    parallel = technique(config, place)
+    chosen = techniques(config, place)
     tokens = tokens_of(config, place)
     vocab_size = -(-tokenizer.load_encoding(tokens.encoding).n_vocab // 64) * 64  # GPT-2: 50257 to 50304
-    parallel.check(config.model_config(vocab_size), place.num_ranks)
+    chosen.parallel.check(config.model_config(vocab_size), place.num_ranks)
     folder = _run_folder(config, place, store)
     run = runs.Run(folder, config, config.model_config(vocab_size), tokens.encoding)
-    trainer = Trainer(config, folder, tokens, vocab_size, parallel, place)
+    trainer = Trainer(config, folder, tokens, vocab_size, chosen, place)
     if place.rank == 0:
         run.write()
         print(f"{folder}: {trainer.num_parameters:,} parameters", flush=True)

@@ -217,7 +217,7 @@ def guarded_step(
 class DataParallelTraining(Parallel):
     """`--parallel data_parallel`: a share of the batch on each rank, gradients averaged."""
 
-    exercise = "DataParallel"
+    exercises = ("DataParallel", "shard_batch")
 
     def wrap(self, model: GPT) -> nn.Module:
         """The model in `DataParallel`, or in PyTorch's own when there is no implementation."""

@@ -93,7 +93,7 @@ def _agreed_generator(group: ProcessGroup, device: torch.device) -> torch.Genera
 class TensorParallelTraining(Parallel):
     """`--parallel tensor_parallel`: the whole batch on every rank, a slice of every matrix."""
 
-    exercise = "tensor_parallelize"
+    exercises = ("tensor_parallelize",)
 
     def check(self, config: GPTConfig, num_ranks: int) -> None:
         """Heads must divide over the ranks."""

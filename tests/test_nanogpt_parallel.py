@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nanogpt.metrics import read_metrics
-from nanogpt.parallel import Parallel, find_parallel
+from nanogpt.parallel import Parallel
+from nanogpt.technique import find_technique
 from nanogpt.train import main
 from tests.test_nanogpt_training import OPTIONS
 
@@ -17,7 +18,7 @@ TECHNIQUES = """
 from nanogpt.parallel import Parallel
 
 class Split(Parallel):
-    exercise = "{exercise}"
+    exercises = ("{exercise}",)
 
     def share(self, tensor):
         return tensor.tensor_split(self.group.size())[self.group.rank()]
@@ -41,18 +42,18 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_found_by_name_and_no_more_imported_than_needed(package: str) -> None:
-    adapter, module = find_parallel("other", package)
+    adapter, module = find_technique("PARALLEL", "other", package)
     assert issubclass(adapter, Parallel)
     assert module.__name__ == "techniques_to_find.other"
     assert "techniques_to_find.splitting" not in sys.modules
-    assert find_parallel("split", package)[0].exercise == "Split"
+    assert find_technique("PARALLEL", "split", package)[0].exercises == ("Split",)
 
 
 def test_unknown_name_lists_the_known_and_the_broken(package: str) -> None:
     with pytest.raises(ValueError, match=r"known are: other, split; .*zz_broken \(ModuleNotFoundError"):
-        find_parallel("nope", package)
+        find_technique("PARALLEL", "nope", package)
     with pytest.raises(ValueError, match="which Python does not find"):
-        find_parallel("nope", "no_such_package_anywhere")
+        find_technique("PARALLEL", "nope", "no_such_package_anywhere")
 
 
 def test_shares_are_counted_by_asking(package: str) -> None:
@@ -63,7 +64,7 @@ def test_shares_are_counted_by_asking(package: str) -> None:
         def size(self) -> int:
             return 4
 
-    assert find_parallel("split", package)[0](None, Group()).num_shares(4) == 4
+    assert find_technique("PARALLEL", "split", package)[0](None, Group()).num_shares(4) == 4
     assert Parallel().num_shares(4) == 1
 
 
@@ -119,7 +120,7 @@ def test_two_ranks_with_a_learners_notebook_learn_what_one_rank_learns(tmp_path:
     path = learners_notebook(tmp_path / "mine.ipynb", AVERAGE)
     done = torchrun(
         "--parallel", "data_parallel", "--implementation", str(path),
-        "--gradient-accumulation-steps", "2", "--out-dir", str(tmp_path / "two"), folder=tmp_path,
+        "--accumulate", "2", "--out-dir", str(tmp_path / "two"), folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4, atol=0)

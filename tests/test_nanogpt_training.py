@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanogpt import checkpoint, runs, sample
 from nanogpt.config import TrainConfig
 from nanogpt.data import Tokens
-from nanogpt.loop import Place, Trainer
+from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.metrics import MetricsFile, flops_per_token, read_metrics
 from nanogpt.model import GPT, Dropout, GPTConfig
 from nanogpt.optimizer import adamw, learning_rate
@@ -42,7 +42,14 @@ def trainer(run_dir: Path, parallel: Parallel | None = None, **changes: Any) -> 
     rows = np.random.default_rng(0).integers(0, 64, 500).astype(np.uint16)
     config = TrainConfig(**{**SMALL, **changes})
     tokens = Tokens(train=rows, validation=rows[:100], encoding="stdlib")
-    return Trainer(config, run_dir, tokens, 64, parallel or Parallel(), Place(device=torch.device("cpu")))
+    return Trainer(
+        config,
+        run_dir,
+        tokens,
+        64,
+        Techniques(parallel=parallel or Parallel()),
+        Place(device=torch.device("cpu")),
+    )
 
 
 def curve(run_dir: Path) -> list[tuple[int, str, float]]:
@@ -114,7 +121,7 @@ def test_one_step_is_adamw_on_the_clipped_gradient_of_the_batch(tmp_path: Path) 
 
 def test_accumulation_is_the_big_batch(tmp_path: Path) -> None:
     for count in (1, 2, 4):
-        trainer(tmp_path / str(count), gradient_accumulation_steps=count).run()
+        trainer(tmp_path / str(count), accumulate=count).run()
     whole, halves, quarters = ([value for *_, value in curve(tmp_path / str(n))] for n in (1, 2, 4))
     assert halves == pytest.approx(whole, rel=1e-4)
     assert quarters == pytest.approx(whole, rel=1e-4)
@@ -136,8 +143,8 @@ def test_the_techniques_moments(tmp_path: Path) -> None:
             moments.append(f"clip {max_norm}")
             return super().clip_gradients(module, max_norm)
 
-    trainer(tmp_path, Watching(), gradient_accumulation_steps=4, grad_clip=0.0).train_step()
-    assert moments == ["accumulating"] * 3 + ["synchronize", "clip inf"]
+    trainer(tmp_path, Watching(), accumulate=4, grad_clip=0.0).train_step()
+    assert moments == ["accumulating", "synchronize", "clip inf"]
 
 
 def test_bf16_trains(tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ def test_bf16_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 2, 3, 5, 7])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, at: int) -> None:
-    changes = {"dropout": 0.2, "gradient_accumulation_steps": 2, "bias": True}
+    changes = {"dropout": 0.2, "accumulate": 2, "bias": True}
     trainer(tmp_path / "whole", **changes).run()
     interrupted(tmp_path / "cut", at, **changes)
     trainer(tmp_path / "cut", resume=True, **changes).run()
@@ -283,7 +290,7 @@ def test_train_and_sample_from_the_command_line(
     ("options", "says"),
     [
         (["--n-head", "3"], "n_head=3 does not divide n_embd=16"),
-        (["--batch-size", "3", "--gradient-accumulation-steps", "2"], "does not divide into"),
+        (["--batch-size", "3", "--accumulate", "2"], "does not divide into"),
         (["--max-steps", "0"], "must be 1 or more"),
         (["--dropout", "1"], "below 1"),
         (["--implementation", "a.py"], "--implementation needs --parallel"),
@@ -325,6 +332,6 @@ def test_a_run_is_not_overwritten_and_does_not_change(
 def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "--gradient-accumulation-steps" in text
+    assert "--accumulate" in text
     assert "Optimizer steps of the whole run" in text
     assert json.dumps(TrainConfig().to_json())

@@ -10,7 +10,7 @@ from torch import nn
 
 from grader import run_ranks
 from nanogpt.model import GPT, GPTConfig
-from nanogpt.parallel import find_parallel
+from nanogpt.technique import find_technique
 from solutions import tensor_parallel
 from solutions.tensor_parallel_training import TensorParallelTraining
 
@@ -82,4 +82,4 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_the_loop_finds_it() -> None:
-    assert find_parallel("tensor_parallel") == (TensorParallelTraining, tensor_parallel)
+    assert find_technique("PARALLEL", "tensor_parallel") == (TensorParallelTraining, tensor_parallel)
