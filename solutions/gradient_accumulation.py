@@ -1,0 +1,119 @@
+"""Gradient accumulation by hand: the gradient of a batch that does not fit, a piece at a time.
+
+Backward adds to `.grad`, and the gradient of a sum is the sum of the gradients. So a batch can be cut
+into micro-batches, of which each needs memory for its own activations alone. The loss is a mean over
+the targets that count, not over micro-batches: that is all there is to get wrong.
+
+Notation: b batch, s sequence length, k micro-batches.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nanogpt.model import GPTConfig
+from nanogpt.technique import Accumulation
+from solutions.flops_and_memory import activation_bytes, count_parameters, model_state_bytes
+
+
+def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
+    """Add the gradient of a whole batch to `.grad`, one micro-batch at a time.
+
+    After it, `.grad` has become what `model(inputs, targets)[1].backward()` would have made of it, and
+    no more than a micro-batch's activations have been alive at once.
+
+    Args:
+        model: called as a GPT is: `model(rows, goals)` gives logits and the mean loss over those of its
+            targets that are not -1. It is called once for each micro-batch.
+        inputs: tokens (b, s).
+        targets: next tokens (b, s); -1 does not count. Some counts; a micro-batch may have none.
+        num_microbatches: k, at most b. Where b does not divide by it, micro-batches differ in size.
+
+    Returns:
+        The mean loss over all counted targets, detached.
+    """
+    # answer: about 10 lines
+    counted = (targets != -1).sum()
+    mean = torch.zeros((), device=targets.device)
+    parts = inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches)
+    for rows, goals in zip(*parts, strict=True):
+        loss = model(rows, goals)[1]  # the logits are not kept
+        counted_here = (goals != -1).sum()
+        # Where no target counts, the model's mean is 0/0.
+        loss = torch.where(counted_here > 0, loss * counted_here / counted, 0.0)
+        loss.backward()
+        mean += loss.detach()
+    return mean
+    # end of answer
+
+
+def largest_microbatch(config: GPTConfig, memory_bytes: int, recipe: str, sequence_length: int) -> int:
+    """The most sequences whose forward and backward fit, by the formulas of lesson 01.
+
+    Model states of the recipe (`fp32`, `mixed`, `mixed_fp32_gradients`) and fp32 activations together
+    are at most `memory_bytes`. 0 where one sequence does not fit.
+    """
+    # answer: about 6 lines
+    states = model_state_bytes(count_parameters(config)["total"], recipe)["total"]
+    one, two = (activation_bytes(config, b, sequence_length)["total"] for b in (1, 2))
+    each = two - one  # activations are a straight line in b
+    fixed = states + one - each
+    return max(0, (memory_bytes - fixed) // each)
+    # end of answer
+
+
+def train_epoch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    microbatches: Sequence[tuple[Tensor, Tensor]],
+    accumulate: int,
+) -> list[float]:
+    """One epoch: an optimizer step for every `accumulate` micro-batches, and one for what is left over.
+
+    A micro-batch is a pair of tokens and next tokens (b, s); shapes differ, and so does the number of
+    targets that count (-1 does not). A step is the one on a single batch with all counted targets of
+    its micro-batches: their mean loss, its gradient clipped to norm 1, one step of the optimizer and
+    one of the scheduler.
+
+    Returns the mean loss of each step.
+    """
+    # answer: about as long as the broken program
+    losses = []
+    for first in range(0, len(microbatches), accumulate):
+        together = microbatches[first : first + accumulate]
+        counted = sum((targets != -1).sum() for _, targets in together)
+        optimizer.zero_grad()
+        total = 0.0
+        for inputs, targets in together:
+            _, loss = model(inputs, targets)
+            loss = loss * (targets != -1).sum() / counted
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    return losses
+    # end of answer
+
+
+# --- training ---
+
+
+class MicrobatchAccumulation(Accumulation):
+    """`--accumulate k`: the learner's loop over micro-batches; PyTorch has none but the plain one."""
+
+    exercises = ("accumulate_gradients",)
+
+    def accumulate(self, module: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
+        """Add to `.grad` what one pass over all of (b, s) would add; the detached mean loss."""
+        if self.implementation is None:
+            return super().accumulate(module, inputs, targets, num_microbatches)
+        return self.implementation.accumulate_gradients(module, inputs, targets, num_microbatches)
+
+
+ACCUMULATE: dict[str, type[Accumulation]] = {"accumulate": MicrobatchAccumulation}
