@@ -16,6 +16,9 @@ from grader.launcher import ROOT
 from grader.submission import from_cells
 from nanogpt.implementation import Cell, without_magics
 
+TRAINING = "\n# --- training"
+"""Begins the line in a reference after which comes what no learner writes."""
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -79,12 +82,35 @@ class Lesson:
         )
 
     @cached_property
+    def lent(self) -> tuple[tuple[str, str], ...]:
+        """Modules of the reference that the lesson's text imports, so submissions may too: name and source.
+
+        A module ends where its training adapter begins. What one imports of the others comes before it.
+        """
+        found: dict[str, str] = {}
+        for cell in self._text_cells:
+            _lend(without_magics(cell.source), found)
+        return tuple(found.items())
+
+    @cached_property
     def _text_cells(self) -> list[Any]:
         """Code cells of the lesson's text: the learner may have changed the notebook, never this."""
         text = self.directory / "lesson.md"
         if not text.exists():
             return []
         return [cell for cell in jupytext.read(text).cells if cell.cell_type == "code"]
+
+
+def _lend(source: str, found: dict[str, str]) -> None:
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("solutions.")):
+            continue
+        assert node.module is not None
+        if node.module not in found:
+            path = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
+            text = path.read_text().partition(TRAINING)[0]
+            _lend(text, found)
+            found[node.module] = text
 
 
 @cache

@@ -58,7 +58,7 @@ def grade_task(task: Task, launcher: Launcher, settings: Settings) -> ExerciseRe
     return _without_a_run(submission, lesson, task.exercise) or grade_exercise(
         task.exercise,
         lesson.name,
-        submission.code(skip=lesson.demonstrations),
+        submission.code(lesson.demonstrations, lesson.lent),
         launcher,
         settings,
         submission.locate,

@@ -59,6 +59,8 @@ class Code:
     """Folder whose other files may be imported."""
     trusted: bool = False
     """The course's own code, which may read the reference."""
+    lent: tuple[tuple[str, str], ...] = ()
+    """Modules of the reference that it may import: name and source."""
 
 
 @dataclass
@@ -145,6 +147,7 @@ class Launcher:
             "module": code.module,
             "cells": [list(cell) for cell in code.cells],
             "directory": code.directory,
+            "lent": [list(module) for module in code.lent],
             "labels": [label for label, _ in code.cells],
             "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
             "forbidden": [] if code.trusted else [str(ROOT / "solutions"), str(ROOT / "tests")],

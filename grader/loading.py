@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 MODULE_NAME = "submission"
+LENT = "<solutions"
+"""How the file names of lent modules begin."""
 
 
 class LoadError(RuntimeError):
@@ -47,6 +49,7 @@ class Names(SimpleNamespace):
 def load_submission(order: dict[str, Any]) -> Names:
     """The learner's names, from `order["cells"]` (source) or `order["pickled"]` (by value)."""
     _silence_the_grader()
+    _lend(order["lent"])
     if order["directory"] and order["directory"] not in sys.path:
         sys.path.append(order["directory"])
     if order["pickled"]:
@@ -67,6 +70,19 @@ def load_submission(order: dict[str, Any]) -> Names:
             frames = [[f.filename, f.lineno, f.name] for f in traceback.extract_tb(error.__traceback__)]
             failures.append(LoadError(error_text(error), type(error).__name__, frames, source))
     return Names(vars(module), failures)
+
+
+def _lend(modules: list[list[str]]) -> None:
+    """Make modules of the reference importable from their source; the others then can not be found."""
+    if modules:
+        package = sys.modules["solutions"] = types.ModuleType("solutions")
+        package.__path__ = []
+    for name, source in modules:
+        label = f"{LENT}{name.removeprefix('solutions')}>"
+        linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
+        module = sys.modules[name] = types.ModuleType(name)
+        exec(compile(source, label, "exec", dont_inherit=True), module.__dict__)
+        setattr(package, name.partition(".")[2], module)
 
 
 def error_text(error: BaseException) -> str:

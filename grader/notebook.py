@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grader.by_value import by_value
 from grader.launcher import ROOT, Code, Limits, shared_launcher
+from grader.loading import LENT
 
 if TYPE_CHECKING:
     from grader.checks import Exercise
@@ -60,7 +61,7 @@ def _report(
         message = "write it, run its cell, and check again"
         return ExerciseReport(lesson.name, name, Verdict.NOT_ATTEMPTED, message=message)
     names = {name: definition, **_others(definition, exercise.uses)}
-    code = Code(pickled=by_value(names), directory=os.getcwd())
+    code = Code(pickled=by_value(names), directory=os.getcwd(), lent=lesson.lent)
     report = grade_exercise(exercise, lesson.name, code, shared_launcher(), Settings(device=device), _locate)
     if untouched:
         return replace(report, verdict=Verdict.NOT_ATTEMPTED, message="as it was given; this is how it fails")
@@ -128,7 +129,7 @@ def _tree(definition: Any) -> Any:
 
 def _locate(file: str, line: int) -> str:
     """A line of the notebook, as its reader knows it."""
-    if "site-packages" in file or "/lib/python" in file or file.startswith("<frozen"):
+    if "site-packages" in file or "/lib/python" in file or file.startswith(("<frozen", LENT)):
         return ""
     if file.startswith(
         (str(ROOT / "grader"), str(ROOT / "nanogpt"), str(ROOT / "lessons"), str(ROOT / "solutions"))

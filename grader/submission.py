@@ -48,14 +48,18 @@ class Submission:
         beside = not self.trusted and self.path.parent.resolve() in Path(file).parents
         return f"{Path(file).name}, line {line}" if beside and is_learners(file) else ""
 
-    def code(self, skip: frozenset[str] = frozenset()) -> Code:
-        """What the ranks run; `skip` holds the sources of cells to leave out."""
+    def code(self, skip: frozenset[str] = frozenset(), lent: tuple[tuple[str, str], ...] = ()) -> Code:
+        """What the ranks run; `skip` holds the sources of cells to leave out, `lent` is as in Code."""
         cells = tuple(
             (cell.label, cell.source) for cell in self.cells if not cell.error and cell.source not in skip
         )
         directory = str(self.path.parent.resolve())
         return Code(
-            cells=cells, module=self.module, directory="" if self.trusted else directory, trusted=self.trusted
+            cells=cells,
+            module=self.module,
+            directory="" if self.trusted else directory,
+            trusted=self.trusted,
+            lent=() if self.trusted else lent,
         )
 
     def broken_cells(self) -> list[str]:

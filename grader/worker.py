@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from grader import plain
 from grader.frames import receive_frame, send_frame
-from grader.loading import LoadError, error_text, load_submission
+from grader.loading import LENT, LoadError, error_text, load_submission
 from grader.recorder import Recorder, Window, watch_backends
 from grader.recording import Event
 from grader.tampering import Guard, RefusedError
@@ -187,7 +187,7 @@ def _learner_code(order: dict[str, Any]) -> Callable[[str], bool]:
             return True
         if labels:
             return bool(directory) and file.startswith(directory + os.sep) and not file.startswith(ours)
-        return not file.startswith(("<frozen", *ours))
+        return not file.startswith(("<frozen", LENT, *ours))
 
     return is_learner
 
