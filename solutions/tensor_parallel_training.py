@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nanogpt.model import GPT, Dropout, GPTConfig
 from nanogpt.parallel import Parallel
+from nanogpt.technique import Checkpointing
 
 CUT_DIMS = {
     "wte.weight": 0,
@@ -98,6 +99,10 @@ class TensorParallelTraining(Parallel):
     def check(self, config: GPTConfig, num_ranks: int) -> None:
         """Heads must divide over the ranks."""
         require_divides(config.n_head, num_ranks)
+
+    def build(self, model: GPT, checkpointing: Checkpointing) -> nn.Module:
+        """Cut first: what is computed again are the cut layers."""
+        return checkpointing.apply(self.wrap(model))
 
     def wrap(self, model: GPT) -> nn.Module:
         """The same model, cut."""
