@@ -172,8 +172,7 @@ def _hook(forbidden: tuple[str, ...], violations: list[str]) -> Callable[[str, t
         if isinstance(path, str | bytes | os.PathLike):
             where = os.path.realpath(os.fsdecode(path))
             if any(where == folder or where.startswith(folder + os.sep) for folder in forbidden):
-                folder, name = os.path.split(where)
-                refuse(f"it reads the course's own solution ({os.path.basename(folder)}/{name})")
+                refuse(f"it reads the course's own solution ({_called(where)})")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "object.__setattr__":
@@ -186,6 +185,14 @@ def _hook(forbidden: tuple[str, ...], violations: list[str]) -> Callable[[str, t
             refuse("it starts a program that reads the course's own solutions")
 
     return hook
+
+
+def _called(path: str) -> str:
+    """The last folder and name of a file; of a compiled module, those of its source."""
+    folder, name = os.path.split(path)
+    if os.path.basename(folder) == "__pycache__":
+        folder, name = os.path.dirname(folder), name.partition(".")[0] + ".py"
+    return f"{os.path.basename(folder)}/{name}"
 
 
 def _words(arguments: tuple[Any, ...]) -> list[str]:

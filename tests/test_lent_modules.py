@@ -44,6 +44,7 @@ def test_what_is_not_lent_is_refused(tmp_path: Path, either: Launcher) -> None:
     report = look(tmp_path, "import solutions.tensor_parallel\n" + twisted(), either)
     assert report.verdict != Verdict.PASSED
     assert "the course's own solution" in report.text
+    assert "__pycache__" not in report.text
 
 
 def test_an_error_inside_is_told_with_the_learners_line(tmp_path: Path, either: Launcher) -> None:
