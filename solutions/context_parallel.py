@@ -1,0 +1,360 @@
+"""Context parallelism by hand: every rank has a part of the sequence, and keys and values travel a ring.
+
+Attention over a sequence is put together from attention over its blocks, as long as each block also tells
+the logarithm of its sum of exponentials. So a rank keeps its queries, sees one block of keys and values after
+the other come by, and never holds more than two.
+Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889);
+Brandon et al. 2023, "Striped Attention" (arXiv:2311.09431), on the work of each rank; Grattafiori et al.
+2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2, on the 2n chunks.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from nanogpt.model import GPT
+
+
+# answer: scores of a block, for the forward and your backward: about 10 lines
+def _scores(q: Tensor, k: Tensor, causal_offset: int | None) -> Tensor:
+    """Scaled scores (b, a, s_q, s_k), -inf where a query must not look; at least float32."""
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if causal_offset is None:
+        return scores
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(causal_offset)
+    return scores.masked_fill(~seen, float("-inf"))
+
+
+# end of answer
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, causal_offset: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to one block of keys: the output, and how much weight the block had.
+
+    q (b, a, s_q, d); k and v (b, a, s_k, d). Scores are scaled by 1/sqrt(d). With `causal_offset` None every
+    query sees every key; else query i sees key j where j <= i + causal_offset.
+    Returns out (b, a, s_q, d) and lse (b, a, s_q), the natural logarithm of the sum of exp(score) over the
+    keys that a query sees. A query that sees no key has out 0 and lse -inf, and sends no NaN back in the
+    backward pass.
+    """
+    # answer: about 9 lines
+    scores = _scores(q, k, causal_offset)  # (b, a, s_q, s_k)
+    largest = scores.detach().amax(dim=-1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)  # -inf - -inf would be NaN
+    weights = (scores - largest).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1.0)
+    out = (weights.to(v.dtype) @ v / total).to(v.dtype)  # (b, a, s_q, d)
+    lse = (total.log() + largest).masked_fill(nothing, -math.inf)
+    return out, lse.squeeze(-1)
+    # end of answer
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the same queries to two blocks of keys, from their attention to each.
+
+    out_a, out_b (b, a, s, d) and lse_a, lse_b (b, a, s), as `attention_with_lse` returns them. Returns out
+    and lse of both blocks together. A block of which a query saw nothing (lse -inf) changes nothing for it;
+    where both are -inf, out is 0 and lse -inf.
+    """
+    # answer: about 8 lines
+    largest = torch.maximum(lse_a, lse_b).detach()
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()  # at most 1
+    total = weight_a + weight_b
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1.0)
+    lse = (total.log() + largest).masked_fill(nothing, -math.inf)
+    share_a, share_b = (weight_a / total).unsqueeze(-1), (weight_b / total).unsqueeze(-1)
+    return (share_a * out_a + share_b * out_b).to(out_a.dtype), lse
+    # end of answer
+
+
+# answer: a hop of the ring, a block's backward, and the ring as an autograd function: about 95 lines
+class _Hop:
+    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        after, before = ((group.rank() + step) % group.size() for step in (1, -1))
+        self.sent = tensor.contiguous()  # must stay as it is until it has left
+        self.received = torch.empty_like(self.sent)
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self.sent, group=group, group_peer=after),
+                dist.P2POp(dist.irecv, self.received, group=group, group_peer=before),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What the previous rank sent."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _pairs(own: Sequence[int], theirs: Sequence[int]) -> Iterator[tuple[int, int, int | None]]:
+    """Which chunk of ours looks at which of theirs, as places in the two lists, and the causal offset.
+
+    Chunks are named by their place in the sequence. What lies in the future is left out.
+    """
+    for i, mine in enumerate(own):
+        for j, other in enumerate(theirs):
+            if other <= mine:
+                yield i, j, 0 if other == mine else None
+
+
+def _block_backward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, d_out: Tensor, causal_offset: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from one block. `lse` is that of all blocks, so the weights are the final ones.
+
+    delta (b, a, s_q) is the sum of d_out · out over d: what the softmax's backward takes off.
+    """
+    weights = (_scores(q, k, causal_offset) - lse.unsqueeze(-1)).exp()  # (b, a, s_q, s_k)
+    d_weights = d_out @ v.transpose(-2, -1)
+    d_scores = weights * (d_weights - delta.unsqueeze(-1)) / math.sqrt(q.size(-1))
+    weights, d_scores = weights.to(q.dtype), d_scores.to(q.dtype)
+    return d_scores @ k, d_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ d_out
+
+
+class _RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's chunks to those of all ranks; `chunks_of(rank)` tells which those are.
+
+    At step t a rank has the keys and values of the rank t places before it. The gradient of a block follows
+    one step behind it, and gathers what each rank adds.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, chunks_of):
+        rank, n = group.rank(), group.size()
+        own = chunks_of(rank)
+        kv = torch.stack([k, v])  # (2, b, a, s/n, d)
+        found: list[tuple[Tensor, Tensor] | None] = [None] * len(own)
+        for step in range(n):
+            hop = _Hop(kv, group) if step < n - 1 else None
+            theirs = chunks_of((rank - step) % n)
+            for i, j, offset in _pairs(own, theirs):
+                keys, values = kv.chunk(len(theirs), dim=3)[j]
+                out, lse = attention_with_lse(q.chunk(len(own), dim=2)[i], keys, values, offset)
+                before = found[i]
+                found[i] = merge_attention(*before, out, lse) if before else (out.to(lse.dtype), lse)
+            if hop:
+                kv = hop.wait()
+        out, lse = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.chunks_of = group, chunks_of
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        group, chunks_of = ctx.group, ctx.chunks_of
+        rank, n = group.rank(), group.size()
+        own = chunks_of(rank)
+        cut = partial(torch.chunk, chunks=len(own), dim=2)
+        delta = (d_out * out).sum(dim=-1, dtype=lse.dtype)  # (b, a, s/n)
+        ours = list(zip(*map(cut, (q, lse, delta, d_out)), strict=True))
+        kv = torch.stack([k, v])
+        d_q = torch.zeros_like(q, dtype=lse.dtype)
+        home = travelling = None
+        for step in range(n):
+            hop = _Hop(kv, group) if step < n - 1 else None
+            theirs = chunks_of((rank - step) % n)
+            d_kv = torch.zeros_like(kv, dtype=lse.dtype)
+            for i, j, offset in _pairs(own, theirs):
+                (q_i, lse_i, delta_i, d_out_i), (keys, values) = ours[i], kv.chunk(len(theirs), dim=3)[j]
+                found = _block_backward(q_i, keys, values, lse_i, delta_i, d_out_i, offset)
+                cut(d_q)[i].add_(found[0])
+                d_kv.chunk(len(theirs), dim=3)[j].add_(torch.stack(found[1:]))
+            if step == 0:
+                home = d_kv  # what this rank adds to its own block waits for the rest of it
+            else:
+                d_kv = d_kv + travelling.wait() if travelling else d_kv
+                travelling = _Hop(d_kv, group)
+            if hop:
+                kv = hop.wait()
+        if travelling:
+            home = home + travelling.wait()
+        d_k, d_v = home.to(k.dtype)
+        return d_q.to(q.dtype), d_k, d_v, None, None
+
+
+# end of answer
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
+    """Causal attention over a sequence that is cut over the ranks: (b, a, s/n, d) to (b, a, s/n, d).
+
+    Rank r holds the r-th s/n tokens of q, k and v. Keys and values travel round the ring of ranks, from each
+    to its neighbour, while the block that is there is computed; blocks of the future are passed on and not
+    computed. In backward they travel again, and their gradients behind them, home to the rank that they
+    belong to. No rank ever holds all keys, nor any tensor as long as the sequence. Source: arXiv:2310.01889.
+    """
+    # answer: about 2 lines
+    return _RingAttention.apply(q, k, v, group, lambda rank: (rank,))
+    # end of answer
+
+
+# answer: which two chunks of 2n a rank has: about 4 lines
+def _zigzag_chunks(num_ranks: int, rank: int) -> tuple[int, int]:
+    """One from the front of the sequence, and its mirror image from the back."""
+    return rank, 2 * num_ranks - 1 - rank
+
+
+# end of answer
+
+
+def zigzag_split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of a tensor that every rank has: of 2n equal chunks along `dim`, r and 2n-1-r, joined.
+
+    Nothing has to be sent for it, and x stays as it is.
+
+    Raises:
+        ValueError: the dimension does not divide by 2n.
+    """
+    # answer: about 6 lines
+    num_chunks = 2 * group.size()
+    if x.size(dim) % num_chunks:
+        raise ValueError(
+            f"a sequence of {x.size(dim)} does not divide by {num_chunks}: every one of {group.size()} ranks "
+            "takes two chunks of it"
+        )
+    chunks = x.chunk(num_chunks, dim)
+    return torch.cat([chunks[c] for c in _zigzag_chunks(group.size(), group.rank())], dim)
+    # end of answer
+
+
+def zigzag_merge(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """The whole tensor on every rank, from parts as `zigzag_split` cuts them. It is for looking at results.
+
+    No gradient has to flow through it.
+    """
+    # answer: about 7 lines
+    own = x.detach().contiguous()
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    chunks = {}
+    for rank, part in enumerate(parts):
+        chunks.update(zip(_zigzag_chunks(group.size(), rank), part.chunk(2, dim), strict=True))
+    return torch.cat([chunks[c] for c in sorted(chunks)], dim)
+    # end of answer
+
+
+def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
+    """`ring_attention` on parts as `zigzag_split` cuts them along dim 2: (b, a, s/n, d) to (b, a, s/n, d).
+
+    The same messages. At every step every rank has the same work to do, and no chunk of the future is
+    computed: (2n + 2) products of one chunk with another at most, where 2n + 1 are needed.
+    """
+    # answer: about 2 lines
+    return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))
+    # end of answer
+
+
+# answer: what changes in a GPT: about 30 lines
+class _ZigzagCore(nn.Module):
+    """An attention core whose queries, keys and values are this rank's zigzag part of the sequence."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zigzag_ring_attention(q, k, v, self.group)
+
+
+def _embed(model: GPT, group: ProcessGroup, idx: Tensor, positions: Tensor) -> Tensor:
+    """GPT.embed of this rank's tokens, at their places in the whole sequence: (b, s) to (b, s/n, h)."""
+    return GPT.embed(model, zigzag_split(idx, group, 1), zigzag_split(positions, group, 0))
+
+
+def _loss(group: ProcessGroup, logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over the counted targets (b, s) of all ranks, from logits (b, s/n, v) of this rank's tokens.
+
+    Its value is the whole mean; its gradient is this rank's part of it.
+    """
+    own = zigzag_split(targets, group, 1)
+    total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), ignore_index=-1, reduction="sum")
+    sums = torch.stack([total.detach(), (own != -1).sum().to(total.dtype)])
+    dist.all_reduce(sums, group=group)
+    part = total / sums[1]
+    return sums[0] / sums[1] + (part - part.detach())
+
+
+def _summed(group: ProcessGroup, gradient: Tensor) -> Tensor:
+    """A hook on a parameter: the sum over the ranks, each of which saw a part of the tokens."""
+    gradient = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(gradient, group=group)
+    return gradient
+
+
+def _last_logits(group: ProcessGroup, model: GPT, inputs: tuple, outputs: tuple) -> tuple:
+    """A forward hook: without targets, the logits of the sequence's last token, which rank 0 has."""
+    logits, loss = outputs
+    if loss is None:
+        logits = logits.detach().contiguous()
+        dist.broadcast(logits, group_src=0, group=group)
+    return logits, loss
+
+
+# end of answer
+
+
+def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
+    """Give each rank a part of the sequence. Changes and returns the given GPT, which is the same everywhere.
+
+    Called as before, with the same whole batch on every rank; each takes its tokens out of it, and their
+    positions in the sequence. The loss is the mean over all targets that are not -1, the same on every rank.
+    With targets the logits are those of this rank's tokens, (b, s/n, v). After `loss.backward()` every
+    gradient is complete, and the same on every rank; a second backward adds to it as usual. Attention
+    probabilities are not dropped; the other dropouts work, and the ranks, which have different tokens, should
+    be seeded differently for them. Parameter names stay GPT's.
+
+    Raises:
+        ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.
+    """
+    # answer: about 9 lines
+    for block in model.transformer.h:
+        block.attn.core = _ZigzagCore(group)
+    model.embed = partial(_embed, model, group)
+    model.loss = partial(_loss, group)
+    model.register_forward_hook(partial(_last_logits, group))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_summed, group))
+    return model
+    # end of answer
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor, group: ProcessGroup) -> Tensor:
+    """Mean cross entropy in nats of predicting the next token, on a sequence that is cut over the ranks.
+
+    logits (b, s/n, v) and tokens (b, s/n): rank r has the r-th s/n positions. Position i predicts the token
+    at position i + 1 of the sequence; after the last one there is nothing to predict. A token of -1 is
+    padding, and is not predicted. The mean is over all predictions of all ranks, the same on every rank, and
+    its gradient reaches each rank's logits. No logits travel.
+    """
+    # answer: about 4 lines more than the broken program
+    first = [torch.empty_like(tokens[:, :1].contiguous()) for _ in range(group.size())]
+    dist.all_gather(first, tokens[:, :1].contiguous(), group=group)
+    first.append(torch.full_like(first[0], -1))  # nothing follows the last position of all
+    labels = torch.cat([tokens[:, 1:], first[group.rank() + 1]], dim=1)
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum")
+    sums = torch.stack([total.detach(), (labels != -1).sum().to(total.dtype)])
+    dist.all_reduce(sums, group=group)
+    part = total / sums[1]
+    return sums[0] / sums[1] + (part - part.detach())  # the whole mean; this rank's part of the gradient
+    # end of answer
