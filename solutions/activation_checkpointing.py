@@ -1,0 +1,289 @@
+"""Activation checkpointing by hand: keep less in the forward, compute it again in backward.
+
+Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174); selective
+recomputation: Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from nanogpt.model import GPT, Block
+from nanogpt.technique import Checkpointing
+
+
+# answer: the circumstances of a forward, and a stand-in for a kept tensor: about 45 lines
+class Circumstances:
+    """What the result of a function depends on besides its inputs: random states and autocast."""
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self.generators = [torch.default_generator, *generators]
+        devices = ["cpu"]
+        if torch.cuda.is_initialized():
+            self.generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+            devices.append("cuda")
+        self.states = self._states()
+        self.autocasts = [
+            torch.autocast(
+                device,
+                dtype=torch.get_autocast_dtype(device),
+                enabled=torch.is_autocast_enabled(device),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            for device in devices
+        ]
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.generators]
+
+    def _set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Bring them back, and at the end what was there before."""
+        before = self._states()
+        self._set(self.states)
+        try:
+            with ExitStack() as stack:
+                for autocast in self.autocasts:
+                    stack.enter_context(autocast)
+                yield
+        finally:
+            self._set(before)
+
+
+class Place:
+    """Stands in the graph for a tensor that autograd wanted to keep; empty until backward asks for it."""
+
+    tensor: Tensor | None = None
+
+
+# end of answer
+
+
+def checkpoint(
+    function: Callable[..., Tensor], *inputs: Any, generators: Iterable[torch.Generator] = ()
+) -> Tensor:
+    """`function(*inputs)`, of which nothing but the inputs is kept: backward calls the function once more.
+
+    Gradients are those of `function(*inputs)`: of the inputs that need one, and of everything that the
+    function reaches by itself, such as a module's weights, also where no input needs a gradient. The
+    second call sees the random numbers and the autocast of the first, and leaves the random state as
+    it finds it.
+
+    Args:
+        function: returns one tensor, and computes the same from the same inputs.
+        inputs: of any kind: tensors with and without gradient, numbers, None.
+        generators: random number generators, besides torch's own, that the function draws from.
+    """
+    # answer: about 25 lines
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    circumstances = Circumstances(generators)
+    places: list[weakref.ref[Place]] = []  # weak: a place ends with the part of the graph that needs it
+
+    def leave_out(_: Tensor) -> Place:
+        place = Place()
+        places.append(weakref.ref(place))
+        return place
+
+    def bring_back(place: Place) -> Tensor:
+        if place.tensor is None:
+            compute_again()
+        if place.tensor is None:
+            raise RuntimeError("the second call kept fewer tensors: the function did something else")
+        return place.tensor
+
+    def compute_again() -> None:
+        waiting = iter(places)
+
+        def fill(tensor: Tensor) -> None:
+            reference = next(waiting, None)
+            if reference is None:
+                raise RuntimeError("the second call kept more tensors: the function did something else")
+            if (place := reference()) is not None:
+                place.tensor = tensor.detach()
+
+        def refuse(_: None) -> Tensor:
+            raise RuntimeError("a function that is computed again must not call backward itself")
+
+        with circumstances.again(), torch.enable_grad(), saved_tensors_hooks(fill, refuse):
+            function(*inputs)
+
+    with saved_tensors_hooks(leave_out, bring_back):
+        return function(*inputs)
+    # end of answer
+
+
+# answer: checkpointing for parts of a model: about 20 lines
+def in_turn(functions: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    """x through one function after the other."""
+    for function in functions:
+        x = function(x)
+    return x
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The forward of a block whose work is done by the first of its group."""
+    return x
+
+
+def generators_of(modules: list[nn.Module]) -> list[torch.Generator]:
+    """Random number generators that modules, or parts of them, have of their own."""
+    found = (getattr(part, "generator", None) for module in modules for part in module.modules())
+    return list(dict.fromkeys(generator for generator in found if generator is not None))
+
+
+def checkpoint_modules(modules: list[nn.Module], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`checkpoint` a function that runs these modules."""
+    return checkpoint(function, *inputs, generators=generators_of(modules))
+
+
+# end of answer
+
+
+def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
+    """Have groups of `every` blocks keep their input alone; backward computes a group again as a whole.
+
+    Changes and returns the given model: the same Parameter objects under the same names. Where the
+    number of blocks does not divide by `every`, one group is shorter. Source: arXiv:1604.06174, section 4.
+    """
+    # answer: about 8 lines
+    blocks: list[Block] = list(model.transformer.h)
+    for start in range(0, len(blocks), every):
+        first, *others = group = blocks[start : start + every]
+        together = partial(in_turn, [block.forward for block in group])
+        first.forward = partial(checkpoint_modules, group, together)
+        for block in others:
+            block.forward = unchanged
+    return model
+    # end of answer
+
+
+def best_segment_length(num_blocks: int, block_bytes: int, boundary_bytes: int) -> int:
+    """The group length k, from 1 to num_blocks, for which the fewest bytes are alive at the worst moment.
+
+    That is in backward, with the inputs of all ceil(L/k) groups, `boundary_bytes` each, and everything
+    that one group of k blocks keeps, `block_bytes` each. Of equally good lengths the smallest.
+    """
+
+    # answer: about 4 lines
+    def most_bytes(k: int) -> int:
+        return -(-num_blocks // k) * boundary_bytes + k * block_bytes
+
+    return min(range(1, num_blocks + 1), key=most_bytes)
+    # end of answer
+
+
+def recompute_attention(model: GPT) -> GPT:
+    """Have backward compute every attention core again, and nothing else: selective recomputation.
+
+    The core is scores, softmax, dropout and the product with the values. It keeps queries, keys and
+    values; the projections around it stay as they are. Changes and returns the given model: the same
+    Parameter objects under the same names. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+    """
+    # answer: about 4 lines
+    for block in model.transformer.h:
+        core = block.attn.core
+        core.forward = partial(checkpoint_modules, [core], core.forward)
+    return model
+    # end of answer
+
+
+def watched_forward(blocks: nn.ModuleList, x: Tensor, sizes: Tensor) -> Tensor:
+    """x (b, s, h) through all blocks, each of which is computed again in backward.
+
+    `sizes` (L,) is a running mean for the dashboard, changed in place: a forward moves `sizes[i]` a tenth
+    of the way to the mean of |output of block i|, once; backward leaves it alone.
+    """
+    # answer: two lines other than in the broken program
+    for i, block in enumerate(blocks):
+        x = torch_checkpoint(block, x, use_reentrant=False)
+        sizes[i].lerp_(x.detach().abs().mean(), 0.1)
+    return x
+    # end of answer
+
+
+# --- training ---
+
+
+def torch_checkpoint_modules(
+    modules: list[nn.Module],
+    function: Callable[..., Tensor],
+    policy: Callable[..., CheckpointPolicy] | None,
+    x: Tensor,
+) -> Tensor:
+    """`torch.utils.checkpoint` on a function that runs these modules, which may have generators."""
+    if not torch.is_grad_enabled():
+        return function(x)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        circumstances = Circumstances(generators_of(modules))
+        keep, reuse = (
+            create_selective_checkpoint_contexts(policy) if policy else (nullcontext(), nullcontext())
+        )
+        return keep, both(circumstances.again(), reuse)
+
+    return torch_checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Two contexts as one."""
+    with outer, inner:
+        yield
+
+
+def keep_projections(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy for `torch.utils.checkpoint`: keep what the linear layers compute, recompute the rest.
+
+    The products of attention's core are batched ones, `bmm`, or inside the fused kernel.
+    """
+    projections = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in projections else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class BlocksCheckpointing(Checkpointing):
+    """`--checkpoint every`: every block keeps its input alone."""
+
+    exercises = ("checkpoint_blocks",)
+    recomputes = "blocks"
+
+    def apply(self, model: GPT) -> GPT:
+        """With PyTorch's own: its checkpoint around the forward of each block."""
+        if self.implementation is not None:
+            return self.implementation.checkpoint_blocks(model)
+        for block in model.transformer.h:
+            block.forward = partial(torch_checkpoint_modules, [block], block.forward, None)
+        return model
+
+
+class AttentionCheckpointing(Checkpointing):
+    """`--checkpoint attention`: the core is computed again, the matrix products around it are kept."""
+
+    exercises = ("recompute_attention",)
+    recomputes = "attention"
+
+    def apply(self, model: GPT) -> GPT:
+        """With PyTorch's own: a policy that keeps what linear layers compute, and no more of a block."""
+        if self.implementation is not None:
+            return self.implementation.recompute_attention(model)
+        for block in model.transformer.h:
+            block.forward = partial(torch_checkpoint_modules, [block], block.forward, keep_projections)
+        return model
+
+
+CHECKPOINT: dict[str, type[Checkpointing]] = {
+    "every": BlocksCheckpointing,
+    "attention": AttentionCheckpointing,
+}
