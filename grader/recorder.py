@@ -208,7 +208,7 @@ class Window:
     def __init__(self, memory: bool) -> None:
         self._recording = Recording()
         self._memory = memory
-        self._alive: dict[int, int] = {}
+        self._alive: dict[int, tuple[int, Any]] = {}  # storage → bytes when last looked at, a weak reference
         self._alive_bytes = 0
         self._saved: dict[int, int] = {}
         self.mark_name = ""
@@ -219,10 +219,12 @@ class Window:
     def mark(self, name: str) -> None:
         """Begin a new stretch called `name`, such as "backward begins"."""
         self.mark_name = name
+        self._measure_again()
         self._recording.alive_at[name] = self._alive_bytes
         self._recording.totals.setdefault(name, Totals())
 
     def close(self) -> None:
+        self._measure_again()
         self._recording.alive_at["end"] = self._alive_bytes
         self._recording.saved_bytes = sum(self._saved.values())
 
@@ -241,24 +243,34 @@ class Window:
         for tensor in tensors:
             self._recording.largest_elements = max(self._recording.largest_elements, tensor.numel())
         if self._memory:
-            given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs)) if t.device.type != "meta"}
-            for tensor in tensors:
-                if tensor.device.type != "meta" and tensor.untyped_storage()._cdata not in given:
-                    self._watch(tensor)
+            given = _storages((args, kwargs))
+            for key, storage in {**_storages(result), **given}.items():
+                if key in self._alive or key not in given:
+                    self._watch(key, storage)
 
-    def _watch(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
+    def _watch(self, key: int, storage: Any) -> None:
+        """Count a storage that is new, or has been resized (as FSDP does to free weights and to fill them)."""
         size = storage.nbytes()
-        self._alive[key] = size
-        self._alive_bytes += size
-        self._recording.peak_bytes = max(self._recording.peak_bytes, self._alive_bytes)
-        weakref.finalize(storage, self._forget, key).atexit = False
+        before, reference = self._alive.get(key, (0, None))
+        if reference is None:
+            reference = weakref.ref(storage)
+            weakref.finalize(storage, self._forget, key).atexit = False
+        self._alive[key] = (size, reference)
+        self._alive_bytes += size - before
+        if self._alive_bytes > self._recording.peak_bytes:
+            self._measure_again()
+            self._recording.peak_bytes = max(self._recording.peak_bytes, self._alive_bytes)
+
+    def _measure_again(self) -> None:
+        """Look at every storage: no operation tells when one is resized."""
+        for key, (before, reference) in list(self._alive.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != before:
+                self._alive[key] = (storage.nbytes(), reference)
+                self._alive_bytes += storage.nbytes() - before
 
     def _forget(self, key: int) -> None:
-        self._alive_bytes -= self._alive.pop(key, 0)
+        self._alive_bytes -= self._alive.pop(key, (0, None))[0]
 
     def watch_saved(self, ignore: Iterable[Tensor]) -> AbstractContextManager:
         """Count the distinct storages that autograd keeps for backward, without those of `ignore`."""
@@ -275,6 +287,12 @@ class Window:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storages(value: Any) -> dict[int, Any]:
+    """The storages behind the tensors of a value, by their address."""
+    storages = [t.untyped_storage() for t in _tensors(value) if t.device.type != "meta"]
+    return {storage._cdata: storage for storage in storages}
 
 
 _BACKEND_METHODS = {

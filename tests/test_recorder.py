@@ -132,3 +132,25 @@ def test_ranks_are_what_they_say(ranks: int) -> None:
 
     report = on_ranks(probe, ranks=ranks)
     assert [r.result for r in report.ranks] == [[r, ranks, r, ranks, "cpu"] for r in range(ranks)]
+
+
+def resized(rank):
+    """Memory is given back and taken again as FSDP does it: the storage of a tensor that stays is resized."""
+    with rank.record(memory=True) as recording:
+        first, second = torch.zeros(100), torch.zeros(50)
+        first.untyped_storage().resize_(0)
+        recording.mark("freed")
+        third = torch.zeros(100)  # no peak: the first one is not there
+        third.untyped_storage().resize_(0)
+        recording.mark("both")
+        for tensor in (first, third):
+            tensor.untyped_storage().resize_(400)
+            tensor.fill_(1.0)
+        del second
+    return {"recording": recording}
+
+
+def test_resized_storages_count_as_what_they_are() -> None:
+    recording = on_ranks(resized, ranks=1, distributed=False).ranks[0].result["recording"]
+    assert [recording.alive(mark) for mark in ("freed", "both", "end")] == [200, 200, 800]
+    assert recording.peak_bytes == 1000
