@@ -30,16 +30,16 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
             targets that are not -1. It is called once for each micro-batch.
         inputs: tokens (b, s).
         targets: next tokens (b, s); -1 does not count. Some counts; a micro-batch may have none.
-        num_microbatches: k, at most b. Where b does not divide by it, micro-batches differ in size.
+        num_microbatches: k. Where b does not divide by it, micro-batches differ in size.
 
     Returns:
         The mean loss over all counted targets, detached.
     """
     # answer: about 10 lines
+    k = min(num_microbatches, len(inputs))  # a micro-batch has at least one sequence
     counted = (targets != -1).sum()
     mean = torch.zeros((), device=targets.device)
-    parts = inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches)
-    for rows, goals in zip(*parts, strict=True):
+    for rows, goals in zip(inputs.tensor_split(k), targets.tensor_split(k), strict=True):
         loss = model(rows, goals)[1]  # the logits are not kept
         counted_here = (goals != -1).sum()
         # Where no target counts, the model's mean is 0/0.
@@ -77,7 +77,7 @@ def train_epoch(
     A micro-batch is a pair of tokens and next tokens (b, s); shapes differ, and so does the number of
     targets that count (-1 does not). A step is the one on a single batch with all counted targets of
     its micro-batches: their mean loss, its gradient clipped to norm 1, one step of the optimizer and
-    one of the scheduler.
+    one of the scheduler. The memory is that of the largest micro-batch.
 
     Returns the mean loss of each step.
     """
