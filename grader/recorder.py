@@ -249,7 +249,7 @@ class Window:
                     self._watch(key, storage)
 
     def _watch(self, key: int, storage: Any) -> None:
-        """Count a storage that is new, or has been resized (as FSDP does to free weights and to fill them)."""
+        """Count a storage that is new, or has been resized, as FSDP does to free weights and to fill them."""
         size = storage.nbytes()
         before, reference = self._alive.get(key, (0, None))
         if reference is None:
