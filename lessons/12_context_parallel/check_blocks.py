@@ -1,0 +1,356 @@
+"""Checks of `attention_with_lse` and `merge_attention`: attention to one block, and to two."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .shared import attention
+
+exercise(
+    "attention_with_lse",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "Scores, a mask, softmax, the product with v; and torch.logsumexp of the same scores.",
+        "torch.ones(s_q, s_k).tril(causal_offset) is where j <= i + causal_offset.",
+        "Where a query sees nothing, its scores are all -inf, and -inf - -inf is NaN. Take 0 as the largest "
+        "score there, and 1 as the sum of exponentials; then put in 0 and -inf. logsumexp would be right in "
+        "the forward and NaN in the backward.",
+    ),
+)
+
+exercise(
+    "merge_attention",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "out_a is already divided by exp(lse_a). Multiply it by that again, add, divide by the sum.",
+        "exp(lse) overflows for scores of a hundred. Subtract the larger lse from both first.",
+        "Where both are -inf the larger one is -inf: take 0 instead, and do not divide by 0.",
+    ),
+)
+
+
+def seen_by(offset: int | None, s_q: int, s_k: int) -> Tensor | None:
+    return None if offset is None else torch.ones(s_q, s_k, dtype=torch.bool).tril(offset)
+
+
+def attend_probe(rank, cases: list) -> list:
+    """Output, log-sum-exp and gradients of each case."""
+    results = []
+    for q, k, v, offset, d_out, d_lse in cases:
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        found = rank.submission.attention_with_lse(*inputs, offset)
+        result = {"pair": isinstance(found, tuple | list) and len(found) == 2}
+        if result["pair"]:
+            out, lse = found
+            result |= {"out": out.detach(), "lse": lse.detach()}
+            if out.shape == d_out.shape and lse.shape == d_lse.shape and out.requires_grad:
+                loss = (out * d_out).sum()
+                if lse.requires_grad:
+                    counted = lse.detach() > -math.inf
+                    loss = loss + (lse[counted] * d_lse[counted]).sum()
+                loss.backward()
+                result["through_lse"] = lse.requires_grad
+                result["gradients"] = [x.grad for x in inputs]
+        results.append(result)
+    return results
+
+
+NAMES = ("no mask", "offset 0", "an offset above 0", "an offset below 0", "nothing seen", "large scores")
+
+
+def draw_cases(trial: Trial) -> list:
+    """Blocks of uneven sizes, a case for each of NAMES."""
+    b, a, d = trial.integer(1, 2), trial.integer(2, 3), trial.integer(3, 6)
+    s_q, s_k = trial.integer(6, 8), trial.integer(3, 5)
+    offsets = (None, 0, trial.integer(1, s_k - 2), -trial.integer(2, 3), -s_q - trial.integer(0, 3), None)
+    cases = []
+    for name, offset in zip(NAMES, offsets, strict=True):
+        scale = 40.0 if name == "large scores" else 1.0
+        q = scale * trial.normal(b, a, s_q, d)
+        k, v = (trial.normal(b, a, s_k, d) for _ in range(2))
+        cases.append((q, k, v, offset, trial.normal(b, a, s_q, d), trial.normal(b, a, s_q)))
+    return cases
+
+
+def differentiate(case: tuple, through_lse: bool) -> list[Tensor]:
+    q, k, v, offset, d_out, d_lse = case
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*inputs, seen_by(offset, q.size(2), k.size(2)))
+    loss = (out * d_out).sum()
+    if through_lse:
+        counted = lse > -math.inf
+        loss = loss + (lse[counted] * d_lse[counted]).sum()
+    loss.backward()
+    return [x.grad for x in inputs]
+
+
+def observe_blocks(trial: Trial) -> SimpleNamespace:
+    cases = draw_cases(trial)
+    results = trial.run(attend_probe, cases)[0]
+    return SimpleNamespace(
+        cases=dict(zip(NAMES, cases, strict=True)), results=dict(zip(NAMES, results, strict=True))
+    )
+
+
+def require_pair(trial: Trial, result: dict, name: str) -> None:
+    trial.require(
+        result["pair"],
+        f"attention_with_lse did not return two tensors ({name})",
+        help="Return out and lse.",
+    )
+
+
+def require_block(trial: Trial, name: str, help: str = "") -> None:
+    """Output and log-sum-exp of one case."""
+    seen = trial.once(observe_blocks)
+    q, k, v, offset, *_ = seen.cases[name]
+    result = seen.results[name]
+    require_pair(trial, result, name)
+    s_q, s_k, d = q.size(2), k.size(2), q.size(3)
+    mask = seen_by(offset, s_q, s_k)
+    out, lse = attention(q, k, v, mask)
+    shift = 0 if offset is None else offset
+    others = {
+        "scores are not divided by sqrt(d)": attention(q, k, v, mask, math.sqrt(d)),
+        "scores are divided by d, not by its root": attention(q, k, v, mask, 1 / math.sqrt(d)),
+        "nothing is masked": attention(q, k, v, None),
+        "the offset is not used": attention(q, k, v, seen_by(0, s_q, s_k)),
+        "the offset goes the wrong way": attention(q, k, v, seen_by(-shift, s_q, s_k)),
+        "the mask is one off: j < i + causal_offset": attention(q, k, v, seen_by(shift - 1, s_q, s_k)),
+        "the mask is aligned to the last query and key": attention(q, k, v, seen_by(s_k - s_q, s_q, s_k)),
+        "the past is masked, not the future": attention(
+            q, k, v, torch.ones(s_q, s_k, dtype=torch.bool).triu(shift)
+        ),
+    }
+    told = f"({name}: s_q = {s_q}, s_k = {s_k}, causal_offset = {offset})"
+    trial.close(
+        f"out {told}",
+        result["out"],
+        out,
+        {cause: value[0] for cause, value in others.items()},
+        help or "out is softmax(q k^T / sqrt(d) + mask) v.",
+    )
+    lses = {cause: value[1] for cause, value in others.items()}
+    plain = (q.double() @ k.double().transpose(-2, -1)) / math.sqrt(d)
+    lses["it is the logarithm to base 2"] = lse / math.log(2)
+    lses["it is the largest score, not the log-sum-exp"] = plain.masked_fill(
+        ~mask if mask is not None else torch.zeros(s_q, s_k, dtype=torch.bool), -math.inf
+    ).amax(-1)
+    lses["it is the sum of exponentials, without the logarithm"] = lse.exp()
+    trial.close(f"lse {told}", result["lse"], lse, lses, help or "lse is the logsumexp of the masked scores.")
+
+
+@check("attention_with_lse")
+def block_without_a_mask(trial: Trial) -> None:
+    """With no mask, out and lse are those of all queries over all keys, s_q and s_k different."""
+    require_block(trial, "no mask")
+
+
+@check("attention_with_lse")
+def offset_moves_the_mask(trial: Trial) -> None:
+    """With causal_offset, query i sees key j where j <= i + causal_offset: at 0, above and below."""
+    for name in ("offset 0", "an offset above 0", "an offset below 0"):
+        require_block(trial, name, "torch.ones(s_q, s_k).tril(causal_offset) is 1 where a query may look.")
+
+
+@check("attention_with_lse")
+def nothing_seen_is_zero_and_minus_infinity(trial: Trial) -> None:
+    """A query that sees no key has out 0 and lse -inf, be it one row or the whole block."""
+    for name in ("an offset below 0", "nothing seen"):
+        require_block(trial, name, "Replace what -inf - -inf makes: 0 for out, -inf for lse.")
+
+
+@check("attention_with_lse")
+def large_scores_do_not_overflow(trial: Trial) -> None:
+    """Scores of a hundred give what the softmax gives: nothing overflows."""
+    require_block(trial, "large scores", "Subtract the largest score of each row before exp.")
+
+
+def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
+    seen = trial.once(observe_blocks)
+    for name in names:
+        result = seen.results[name]
+        require_pair(trial, result, name)
+        trial.require(
+            "gradients" in result,
+            f"out has no gradient, or out and lse have the wrong shapes ({name})",
+            help="Use operations that autograd knows, outside no_grad().",
+        )
+        expected = differentiate(seen.cases[name], result["through_lse"])
+        without = differentiate(seen.cases[name], False)
+        for label, found, right, less in zip("qkv", result["gradients"], expected, without, strict=True):
+            trial.close(
+                f"the gradient of {label} ({name})",
+                torch.zeros_like(right) if found is None else found,
+                right,
+                {"what comes back through lse is missing": less} if result["through_lse"] else {},
+                help="Where a query sees nothing no NaN may come back, and 0 · NaN is NaN. Make the numbers "
+                "finite before the exp and the log (masked_fill), not after them.",
+            )
+
+
+@check("attention_with_lse")
+def gradients_are_those_of_attention(trial: Trial) -> None:
+    """The gradients of q, k and v are those of plain attention."""
+    require_gradients(trial, ("no mask", "offset 0", "an offset above 0"))
+
+
+@check("attention_with_lse")
+def gradients_have_no_nan_where_nothing_is_seen(trial: Trial) -> None:
+    """Queries that see nothing send back 0, not NaN, and leave the others' gradients right."""
+    require_gradients(trial, ("an offset below 0", "nothing seen"))
+
+
+def merge_probe(rank, cases: list) -> list:
+    results = []
+    for out_a, lse_a, out_b, lse_b, d_out in cases:
+        outs = [x.clone().requires_grad_() for x in (out_a, out_b)]
+        lses = [x.clone().requires_grad_() for x in (lse_a, lse_b)]
+        # Not leaves: a merge may write into nothing that it was given, and autograd would refuse a leaf.
+        given = [outs[0] * 1, lses[0] * 1, outs[1] * 1, lses[1] * 1]
+        before = [x.detach().clone() for x in given]
+        found = rank.submission.merge_attention(*given)
+        result = {"pair": isinstance(found, tuple | list) and len(found) == 2}
+        result["unchanged"] = all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+        if result["pair"]:
+            out, lse = found
+            result |= {"out": out.detach().clone(), "lse": lse.detach().clone()}
+            if out.requires_grad and out.shape == d_out.shape and result["unchanged"]:
+                (out * d_out).sum().backward()
+                result["gradients"] = [x.grad for x in (outs[0], lses[0], outs[1], lses[1])]
+        results.append(result)
+    return results
+
+
+MERGES = ("two blocks", "nothing in the first", "nothing in the second", "nothing in both", "large scores")
+
+
+def observe_merges(trial: Trial) -> SimpleNamespace:
+    """Two blocks of keys, of which some queries see nothing."""
+    b, a, s, d = trial.integer(1, 2), trial.integer(2, 3), trial.integer(5, 7), trial.integer(3, 6)
+    cases, expected = [], []
+    for name in MERGES:
+        scale = 60.0 if name == "large scores" else 2.0
+        q = scale * trial.normal(b, a, s, d)
+        sizes = trial.integer(2, 4), trial.integer(5, 7)
+        keys, values = ([trial.normal(b, a, size, d) for size in sizes] for _ in range(2))
+        masks = [torch.ones(s, size, dtype=torch.bool) for size in sizes]
+        blind = torch.arange(s) % 2 == 0
+        if name in ("nothing in the first", "nothing in both"):
+            masks[0][blind] = False
+        if name in ("nothing in the second", "nothing in both"):
+            masks[1][blind] = False
+        parts = [attention(q, k, v, m) for k, v, m in zip(keys, values, masks, strict=True)]
+        whole = attention(q, torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1))
+        given = [x.float() for pair in parts for x in pair]
+        cases.append((*given, trial.normal(b, a, s, d)))
+        expected.append(whole)
+    results = trial.run(merge_probe, cases)[0]
+    return SimpleNamespace(
+        cases=dict(zip(MERGES, cases, strict=True)),
+        results=dict(zip(MERGES, results, strict=True)),
+        expected=dict(zip(MERGES, expected, strict=True)),
+    )
+
+
+def require_merge(trial: Trial, name: str, help: str) -> None:
+    seen = trial.once(observe_merges)
+    out_a, lse_a, out_b, lse_b, _ = (x.double() for x in seen.cases[name])
+    result, (out, lse) = seen.results[name], seen.expected[name]
+    trial.require(
+        result["pair"],
+        f"merge_attention did not return two tensors ({name})",
+        help="Return out and lse.",
+    )
+    a, b = (x.masked_fill(x == -math.inf, 0.0).unsqueeze(-1) for x in (lse_a, lse_b))
+    others = {
+        "the outputs are added without rescaling": out_a + out_b,
+        "the outputs are averaged without rescaling": (out_a + out_b) / 2,
+        "the two weights are swapped": out_a + out_b - out,
+        "the outputs are weighted by lse, not by exp(lse)": (a * out_a + b * out_b) / (a + b),
+        "weighted by exp(lse), and not divided by the sum": out_a * a.exp() + out_b * b.exp(),
+        "it is the first block's alone": out_a,
+        "it is the second block's alone": out_b,
+    }
+    trial.close(f"out of both blocks ({name})", result["out"], out, others, help, rtol=1e-4)
+    lses = {
+        "the two lse are added": lse_a + lse_b,
+        "it is the larger of the two lse": torch.maximum(lse_a, lse_b),
+        "it is the first block's": lse_a,
+        "it is the second block's": lse_b,
+        "it is the mean of the two lse": (lse_a + lse_b) / 2,
+    }
+    trial.close(f"lse of both blocks ({name})", result["lse"], lse, lses, help, rtol=1e-4)
+
+
+@check("merge_attention")
+def merged_is_attention_to_both(trial: Trial) -> None:
+    """Merged out and lse are those of attention to both blocks at once."""
+    require_merge(
+        trial,
+        "two blocks",
+        "Weigh each out by its share of the sum of exponentials: exp(lse_a) / (exp(lse_a) + exp(lse_b)).",
+    )
+
+
+@check("merge_attention")
+def a_block_that_was_not_seen_changes_nothing(trial: Trial) -> None:
+    """Where one lse is -inf, on either side, the other block's out and lse come back."""
+    for name in ("nothing in the first", "nothing in the second"):
+        require_merge(trial, name, "exp(-inf) is 0, which is right; lse_a - lse_b with an -inf may not be.")
+
+
+@check("merge_attention")
+def nothing_on_both_sides_stays_nothing(trial: Trial) -> None:
+    """Where both lse are -inf, out is 0 and lse -inf."""
+    require_merge(trial, "nothing in both", "-inf - -inf is NaN, and so is 0 / 0: take 0 and 1 there.")
+
+
+@check("merge_attention")
+def large_lse_do_not_overflow(trial: Trial) -> None:
+    """Where lse are in the hundreds, nothing overflows."""
+    require_merge(trial, "large scores", "Subtract the larger lse from both before exp.")
+
+
+@check("merge_attention")
+def what_is_merged_stays_as_it_was(trial: Trial) -> None:
+    """The given out and lse are not written to."""
+    seen = trial.once(observe_merges)
+    for name in MERGES:
+        trial.require(
+            seen.results[name]["unchanged"],
+            f"merge_attention changed a tensor that it was given ({name})",
+            help="Make new tensors: backward may need the old ones.",
+        )
+
+
+@check("merge_attention")
+def gradient_of_a_merge(trial: Trial) -> None:
+    """Where autograd follows the merge, the gradients of out and lse are right, on -inf's other side too."""
+    seen = trial.once(observe_merges)
+    for name in ("two blocks", "nothing in the first", "nothing in the second"):
+        result = seen.results[name]
+        if "gradients" not in result:
+            continue  # a merge for use inside an autograd.Function
+        out_a, lse_a, out_b, lse_b, d_out = (x.double() for x in seen.cases[name])
+        inputs = [x.clone().requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
+        shares = torch.stack([inputs[1], inputs[3]]).softmax(0).unsqueeze(-1)
+        (shares[0] * inputs[0] + shares[1] * inputs[2]).mul(d_out).sum().backward()
+        for label, found, x in zip(
+            ("out_a", "lse_a", "out_b", "lse_b"), result["gradients"], inputs, strict=True
+        ):
+            if found is None and label.startswith("lse"):
+                continue  # shares that are taken as constants: fine where backward is written by hand
+            trial.close(
+                f"the gradient of {label} ({name})",
+                torch.zeros_like(x) if found is None else found,
+                x.grad,
+                help="The weights are a softmax over the two lse, and its gradient goes to both.",
+                rtol=1e-4,
+            )

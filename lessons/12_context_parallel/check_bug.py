@@ -1,0 +1,162 @@
+"""Checks of `next_token_loss`: the next token may be on the next rank."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grader.checks import Trial, check, exercise
+
+from .shared import SIZES, by_group_rank
+
+exercise(
+    "next_token_loss",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "How many predictions has a sequence of s tokens? How many does the broken program count on n ranks?",
+        "The last position of a rank predicts the first token of the next rank: one token a row must travel.",
+        "dist.all_gather of the ranks' first tokens, or a message to the rank before; the last rank has -1.",
+    ),
+)
+
+CASES = ("no padding", "padding", "padding where a part begins", "one position a rank")
+
+
+def losses_probe(rank, cases: list) -> dict:
+    results = []
+    with rank.record() as recording:
+        for logits, tokens in cases:
+            logits = logits.requires_grad_()
+            before = tokens.clone()
+            loss = rank.submission.next_token_loss(logits, tokens, rank.group)
+            if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
+                loss.backward()
+            results.append(
+                {
+                    "loss": loss.detach() if isinstance(loss, Tensor) else None,
+                    "gradient": logits.grad,
+                    "unchanged": torch.equal(before, tokens),
+                }
+            )
+    return {"results": results, "recording": recording}
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    n, words = trial.num_ranks, trial.integer(60, 80)
+    cases = []
+    for name in CASES:
+        b, part = trial.integer(2, 3), 1 if name == "one position a rank" else trial.integer(3, 5)
+        tokens = trial.tokens(words, b, n * part)
+        if name == "padding":
+            tokens[0, -part:] = -1
+            tokens[1, 1:2] = -1
+        if name == "padding where a part begins":
+            tokens[0, ::part] = -1
+        if name == "one position a rank" and n == 1:
+            tokens = trial.tokens(words, b, 2)
+        cases.append((2 * trial.normal(*tokens.shape, words), tokens))
+    parts = [([(x.chunk(n, 1)[r], t.chunk(n, 1)[r]) for x, t in cases],) for r in range(n)]
+    results = trial.run(losses_probe, per_rank=parts)
+    return SimpleNamespace(cases=dict(zip(CASES, cases, strict=True)), results=results, words=words)
+
+
+def labels_of(tokens: Tensor) -> Tensor:
+    """What each position predicts, -1 after the last."""
+    return F.pad(tokens[:, 1:], (0, 1), value=-1)
+
+
+def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.double().transpose(1, 2), labels, ignore_index=-1, reduction="none")
+
+
+def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
+    labels = labels_of(tokens)
+    losses, counted = each_loss(logits, labels), labels != -1
+    inside = torch.cat([labels_of(t) for t in tokens.chunk(n, 1)], 1)
+    lost, kept = each_loss(logits, inside), inside != -1
+    around = tokens.roll(-1, 1)
+    by_rank = [(x.sum(), c.sum()) for x, c in zip(losses.chunk(n, 1), counted.chunk(n, 1), strict=True)]
+    before = torch.cat([F.pad(t[:, 1:], (0, 1), value=-1) for t in tokens.chunk(n, 1)], 1)
+    part = tokens.size(1) // n
+    before[:, part - 1 :: part] = tokens[:, ::part]
+    return {
+        "no position at the end of a rank's part predicts anything": lost.sum() / kept.sum(),
+        "the last position of each part predicts nothing, and is counted": lost.sum() / counted.sum(),
+        "the last position of the sequence predicts the first token": each_loss(logits, around).sum()
+        / (around != -1).sum(),
+        "the last position of a part predicts the first of the same part": each_loss(logits, before).sum()
+        / (before != -1).sum(),
+        "the ranks' own means are averaged, and they count different numbers": torch.stack(
+            [x / c for x, c in by_rank]
+        ).mean(),
+        "it is this rank's own mean": [x / c for x, c in by_rank],
+        "it is this rank's own sum, over the count of all": [x / counted.sum() for x, _ in by_rank],
+        "padding is counted": losses.sum() / counted.numel(),
+        "it is the sum, not the mean": losses.sum(),
+    }
+
+
+@check("next_token_loss")
+@by_group_rank
+def every_next_token_is_predicted(trial: Trial) -> None:
+    """The loss is one process's: every token but the first is predicted, those that begin a part, too."""
+    seen, n = trial.once(observe), trial.num_ranks
+    for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
+        labels = labels_of(tokens)
+        expected = each_loss(logits, labels).sum() / (labels != -1).sum()
+        trial.close(
+            f"the loss ({name})",
+            [r["results"][i]["loss"] for r in seen.results],
+            expected,
+            other_losses(logits, tokens, n) if n > 1 else {},
+            help="Position i predicts token i + 1, wherever it is. What follows a part is on the next rank.",
+        )
+
+
+@check("next_token_loss")
+@by_group_rank
+def gradient_reaches_every_position(trial: Trial) -> None:
+    """The gradient of each rank's logits is its part of one process's, at the borders, too."""
+    seen, n = trial.once(observe), trial.num_ranks
+    for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
+        whole = logits.double().requires_grad_()
+        labels = labels_of(tokens)
+        (each_loss(whole, labels).sum() / (labels != -1).sum()).backward()
+        inside = torch.cat([labels_of(t) for t in tokens.chunk(n, 1)], 1)
+        lost = logits.double().requires_grad_()
+        (each_loss(lost, inside).sum() / (inside != -1).sum()).backward()
+        others = {"the last position of each part has no gradient": list(lost.grad.chunk(n, 1))}
+        trial.close(
+            f"the gradient of the logits ({name})",
+            [r["results"][i]["gradient"] for r in seen.results],
+            list(whole.grad.chunk(n, 1)),
+            others if n > 1 and name != "one position a rank" else {},
+            help="The value is the mean of all; the gradient is that of your own sum over the count of all.",
+        )
+
+
+@check("next_token_loss")
+def no_logits_travel(trial: Trial) -> None:
+    """What travels is tokens and a few numbers, not logits; tokens are not written to."""
+    seen = trial.once(observe)
+    numbers = sum(tokens.numel() for _, tokens in seen.cases.values())
+    for r, result in enumerate(seen.results):
+        events = [e for e in result["recording"].select() if e.kind != "recv"]
+        total = sum(e.num_bytes for e in events)
+        allowed = 3 * 8 * numbers + 64 * len(seen.cases)
+        largest = max(events, key=lambda e: e.num_bytes, default=None)
+        trial.require(
+            total <= allowed,
+            f"{total:,} bytes travelled for {numbers} tokens; the largest: "
+            f"{largest.describe() if largest else ''}",
+            help="Logits are the largest tensor of a step. Only the first token of the next part is missing.",
+            rank=r,
+        )
+        trial.require(
+            all(x["unchanged"] for x in result["results"]),
+            "the given tokens were changed",
+            help="Make labels of your own.",
+            rank=r,
+        )

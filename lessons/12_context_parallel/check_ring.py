@@ -1,0 +1,79 @@
+"""Checks of `ring_attention`: rank r has the r-th part of the sequence."""
+
+from types import SimpleNamespace
+
+from grader.checks import Trial, check, exercise
+
+from . import rings
+from .shared import SIZES, by_group_rank
+
+exercise(
+    "ring_attention",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "Write it first with a loop that only computes: at step t this rank has the keys and values of rank "
+        "(r - t) % n. Own block: causal_offset 0. Earlier rank's: no mask. Later rank's: nothing to do.",
+        "Stack k and v. batch_isend_irecv with P2POp(dist.isend, kv, group=group, group_peer=(r + 1) % n) "
+        "and P2POp(dist.irecv, buffer, group=group, group_peer=(r - 1) % n), compute, wait for both, go on "
+        "with the buffer.",
+        "Backward as a torch.autograd.Function: from the final lse the weights of every block are "
+        "exp(scores - lse). Keys and values travel again; the gradient of a block travels behind it, and "
+        "needs one hop more to be home.",
+    ),
+)
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    return rings.observe(trial, rings.PLAIN)
+
+
+@check("ring_attention")
+@by_group_rank
+def output_is_that_of_causal_attention(trial: Trial) -> None:
+    """Each rank's output is its part of plain causal attention over the whole sequence."""
+    rings.require_outputs(trial, trial.once(observe))
+
+
+@check("ring_attention")
+@by_group_rank
+def gradients_are_those_of_causal_attention(trial: Trial) -> None:
+    """The gradients of q, k and v are this rank's parts of plain attention's, complete and at home."""
+    rings.require_gradients(trial, trial.once(observe))
+
+
+@check("ring_attention")
+@by_group_rank
+def messages_go_to_neighbours(trial: Trial) -> None:
+    """Keys and values go from neighbour to neighbour: n-1 hops, and in backward again, with gradients."""
+    rings.require_ring(trial, trial.once(observe))
+
+
+@check("ring_attention")
+def blocks_travel_while_one_is_computed(trial: Trial) -> None:
+    """The first hop is under way when the first block is computed, and the last one is not."""
+    rings.require_travel_while_computing(trial, trial.once(observe))
+
+
+@check("ring_attention", world_sizes=(4, 3), subgroup=False)
+def no_rank_holds_all_keys(trial: Trial) -> None:
+    """No tensor is as long as the sequence, and keys that came by are not kept for backward."""
+    rings.require_nothing_long(trial, trial.once(observe))
+
+
+@check("ring_attention")
+def blocks_of_the_future_are_not_computed(trial: Trial) -> None:
+    """Rank r computes the r + 1 blocks that its queries see, at most three times that in backward."""
+    rings.require_work(trial, trial.once(observe), rings.PLAIN)
+
+
+@check("ring_attention")
+def inputs_stay_as_they_were(trial: Trial) -> None:
+    """q, k, v and the gradient that comes in are not written to."""
+    rings.require_unchanged(trial, trial.once(observe))
+
+
+@check("ring_attention", world_sizes=(3,), subgroup=False)
+def it_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
+    """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
+    rings.require_dtype(trial, rings.PLAIN)

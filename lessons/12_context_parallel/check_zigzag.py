@@ -1,0 +1,252 @@
+"""Checks of `zigzag_split`, `zigzag_merge` and `zigzag_ring_attention`."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from . import rings
+from .shared import SIZES, by_group_rank, zigzag_positions
+
+exercise(
+    "zigzag_split",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "x.chunk(2 * n, dim) cuts; rank r keeps number r and number 2n - 1 - r.",
+        "torch.cat puts the two together along dim.",
+    ),
+)
+
+exercise(
+    "zigzag_merge",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "dist.all_gather into a list of n tensors like x gives every rank all parts.",
+        "The first half of rank r's part is chunk r, the second half chunk 2n - 1 - r.",
+    ),
+)
+
+exercise(
+    "zigzag_ring_attention",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "The ring is the one you have: only who sees what changes. Name chunks by their number, 0 to 2n-1.",
+        "A chunk of queries sees a chunk of keys whole if its number is higher, with causal_offset 0 if it "
+        "is the same one, and not at all if it is lower.",
+        "Each of a rank's two chunks has its own out and lse: merge each with its own, join them at the end.",
+    ),
+)
+
+
+def splits_probe(rank, tensors: list[Tensor], dims: list[int]) -> dict:
+    before = [x.clone() for x in tensors]
+    with rank.record() as recording:
+        parts = [rank.submission.zigzag_split(x, rank.group, d) for x, d in zip(tensors, dims, strict=True)]
+    return {
+        "parts": [p.detach() if isinstance(p, Tensor) else None for p in parts],
+        "unchanged": all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True)),
+        "recording": recording,
+    }
+
+
+def draw_wholes(trial: Trial) -> tuple[list[Tensor], list[int]]:
+    """Tensors of several shapes and dtypes, and the dimension along which each is cut."""
+    cuts = 2 * trial.num_ranks
+    lengths = [cuts * trial.integer(1, 3) for _ in range(4)]
+    b, a, d = trial.integer(2, 3), trial.integer(2, 3), trial.integer(3, 5)
+    tensors = [
+        trial.normal(b, a, lengths[0], d),
+        trial.tokens(1000, b, lengths[1]),
+        torch.arange(lengths[2]),
+        trial.normal(b, lengths[3], d, dtype=torch.float64).transpose(0, 1),
+    ]
+    return tensors, [2, 1, 0, trial.choice((0, -3))]
+
+
+def observe_splits(trial: Trial) -> SimpleNamespace:
+    tensors, dims = draw_wholes(trial)
+    return SimpleNamespace(tensors=tensors, dims=dims, results=trial.run(splits_probe, tensors, dims))
+
+
+def cut(x: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
+    return x.index_select(dim, zigzag_positions(x.size(dim), rank, num_ranks))
+
+
+def other_parts(x: Tensor, dim: int, n: int) -> dict[str, list[Tensor]]:
+    """Cause → the part of each rank."""
+    halves = x.chunk(2 * n, dim)
+
+    def joined(a: int, b: int) -> Tensor:
+        return torch.cat([halves[a], halves[b]], dim)
+
+    return {
+        "the r-th part, as in the plain ring": list(x.chunk(n, dim)),
+        "chunks r and n + r": [joined(r, n + r) for r in range(n)],
+        "the two chunks are the wrong way round": [joined(2 * n - 1 - r, r) for r in range(n)],
+        "chunks r and 2n - 2 - r: one off": [joined(r, max(0, 2 * n - 2 - r)) for r in range(n)],
+        "single elements in turn, not chunks": [
+            x.index_select(dim, torch.arange(r, x.size(dim), n)) for r in range(n)
+        ],
+        "the second chunk is reversed": [
+            torch.cat([halves[r], halves[2 * n - 1 - r].flip(dim)], dim) for r in range(n)
+        ],
+    }
+
+
+@check("zigzag_split")
+@by_group_rank
+def parts_are_chunks_r_and_its_mirror_image(trial: Trial) -> None:
+    """Of 2n chunks rank r keeps r and 2n-1-r, in this order, whole and unchanged, along any dimension."""
+    seen, n = trial.once(observe_splits), trial.num_ranks
+    for i, (x, dim) in enumerate(zip(seen.tensors, seen.dims, strict=True)):
+        trial.close(
+            f"the part of a tensor {tuple(x.shape)} cut along dim {dim}",
+            [r["parts"][i] for r in seen.results],
+            [cut(x, dim, r, n) for r in range(n)],
+            other_parts(x, dim, n) if n > 1 else {},
+            help="With n = 4, rank 0 has chunks 0 and 7, rank 1 has 1 and 6, rank 2 has 2 and 5, rank 3 has "
+            "3 and 4.",
+            rtol=0.0,
+        )
+
+
+@check("zigzag_split")
+def nothing_is_sent(trial: Trial) -> None:
+    """Every rank has the whole x: cutting it needs no communication, and leaves it as it was."""
+    for r, result in enumerate(trial.once(observe_splits).results):
+        events = result["recording"].select()
+        trial.require(
+            not events,
+            f"zigzag_split communicates: {', '.join(e.describe() for e in events[:3])}",
+            help="Index the tensor you have.",
+            rank=r,
+        )
+        trial.require(
+            result["unchanged"], "the given tensor was changed", help="Leave the argument alone.", rank=r
+        )
+
+
+def merge_probe(rank, parts: list[Tensor], dims: list[int]) -> list:
+    before = [x.clone() for x in parts]
+    wholes = [rank.submission.zigzag_merge(x, rank.group, d) for x, d in zip(parts, dims, strict=True)]
+    return {
+        "wholes": [w.detach() if isinstance(w, Tensor) else None for w in wholes],
+        "unchanged": all(torch.equal(x, y) for x, y in zip(parts, before, strict=True)),
+    }
+
+
+def observe_merges(trial: Trial) -> SimpleNamespace:
+    """The parts come from the judge, so that nothing can remember the whole."""
+    tensors, dims = draw_wholes(trial)
+    n = trial.num_ranks
+    parts = [([cut(x, d, r, n) for x, d in zip(tensors, dims, strict=True)], dims) for r in range(n)]
+    return SimpleNamespace(tensors=tensors, dims=dims, results=trial.run(merge_probe, per_rank=parts))
+
+
+def other_wholes(x: Tensor, dim: int, n: int) -> dict[str, Tensor]:
+    parts = [cut(x, dim, r, n) for r in range(n)]
+    halves = [p.chunk(2, dim) for p in parts]
+    firsts, seconds = [h[0] for h in halves], [h[1] for h in halves]
+    return {
+        "the parts are joined in the order of the ranks": torch.cat(parts, dim),
+        "the second halves are joined in the order of the ranks": torch.cat([*firsts, *seconds], dim),
+        "the halves are swapped": torch.cat([*seconds, *firsts[::-1]], dim),
+        "the order of the chunks is reversed": torch.cat([*seconds, *firsts[::-1]][::-1], dim),
+    }
+
+
+@check("zigzag_merge")
+@by_group_rank
+def whole_comes_back_everywhere(trial: Trial) -> None:
+    """The ranks' parts are put back in order: the whole tensor, on every rank, along any dimension."""
+    seen, n = trial.once(observe_merges), trial.num_ranks
+    for i, (x, dim) in enumerate(zip(seen.tensors, seen.dims, strict=True)):
+        others: dict = other_wholes(x, dim, n) if n > 1 else {}
+        if n > 1:
+            others["it is this rank's part alone"] = [cut(x, dim, r, n) for r in range(n)]
+        trial.close(
+            f"the whole of {tuple(x.shape)}, merged along dim {dim},",
+            [r["wholes"][i] for r in seen.results],
+            x,
+            others,
+            help="Sort the 2n chunks by their number: the first half of rank r's part is number r, the "
+            "second 2n-1-r.",
+            rtol=0.0,
+        )
+
+
+@check("zigzag_merge")
+def parts_stay_as_they_were(trial: Trial) -> None:
+    """The given part is not written to."""
+    for r, result in enumerate(trial.once(observe_merges).results):
+        trial.require(
+            result["unchanged"], "the given part was changed", help="Gather into new tensors.", rank=r
+        )
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    return rings.observe(trial, rings.ZIGZAG)
+
+
+@check("zigzag_ring_attention")
+@by_group_rank
+def zigzag_output_is_that_of_causal_attention(trial: Trial) -> None:
+    """Each rank's output is plain causal attention at its positions: chunks r and 2n-1-r."""
+    rings.require_outputs(trial, trial.once(observe))
+
+
+@check("zigzag_ring_attention")
+@by_group_rank
+def zigzag_gradients_are_those_of_causal_attention(trial: Trial) -> None:
+    """The gradients of q, k and v are plain attention's at this rank's positions, complete and at home."""
+    rings.require_gradients(trial, trial.once(observe))
+
+
+@check("zigzag_ring_attention")
+@by_group_rank
+def zigzag_messages_go_to_neighbours(trial: Trial) -> None:
+    """The messages are those of the plain ring: neighbours only, n-1 hops, in backward with gradients."""
+    rings.require_ring(trial, trial.once(observe))
+
+
+@check("zigzag_ring_attention")
+def zigzag_blocks_travel_while_one_is_computed(trial: Trial) -> None:
+    """The first hop is under way when the first block is computed, and the last one is not."""
+    rings.require_travel_while_computing(trial, trial.once(observe))
+
+
+@check("zigzag_ring_attention", world_sizes=(4, 3), subgroup=False)
+def zigzag_holds_no_sequence(trial: Trial) -> None:
+    """No tensor is as long as the sequence, and keys that came by are not kept for backward."""
+    rings.require_nothing_long(trial, trial.once(observe))
+
+
+@check("zigzag_ring_attention")
+def every_rank_does_the_same_work(trial: Trial) -> None:
+    """Every rank computes as much as any other, and no more than 2n + 2 pairs of chunks."""
+    seen = trial.once(observe)
+    rings.require_work(trial, seen, rings.ZIGZAG)
+    for after, told in (("", "forward"), (rings.BACKWARD, "backward")):
+        flops = [r["recording"].flops(after) for r in seen.results]
+        trial.require(
+            max(flops) - min(flops) <= rings.slack_flops(seen),
+            f"the ranks do different amounts of work in the {told}: {flops} FLOPs",
+            help="At every step after the first, a rank computes two pairs, whoever's keys are there.",
+        )
+
+
+@check("zigzag_ring_attention")
+def zigzag_inputs_stay_as_they_were(trial: Trial) -> None:
+    """q, k, v and the gradient that comes in are not written to."""
+    rings.require_unchanged(trial, trial.once(observe))
+
+
+@check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
+def zigzag_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
+    """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
+    rings.require_dtype(trial, rings.ZIGZAG)

@@ -1,0 +1,337 @@
+"""How `ring_attention` and `zigzag_ring_attention` are observed and judged: alike, on other parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial
+
+from .shared import (
+    BACKWARD,
+    Watch,
+    attention,
+    causal,
+    hops_at_most,
+    neighbours_only,
+    nothing_is_long,
+    plain_positions,
+    zigzag_positions,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the two exercises."""
+
+    name: str
+    positions: Callable[[int, int, int], Tensor]
+    """(length, rank, num_ranks) → the positions of a rank's part."""
+    chunks: int
+    """Chunks that a rank has."""
+
+    def most_pairs(self, rank: int, num_ranks: int) -> int:
+        """Pairs of chunks that a rank has to multiply, those on the diagonal whole."""
+        return 2 * num_ranks + 2 if self.chunks == 2 else rank + 1
+
+
+PLAIN = Kind("ring_attention", plain_positions, 1)
+ZIGZAG = Kind("zigzag_ring_attention", zigzag_positions, 2)
+
+
+def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """One forward and backward of a rank's part. Tensors come as (b, s/n, a, d), and go in as a GPT's do."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = [x.detach().clone() for x in (q, k, v, upstream)]
+    parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
+    with rank.record(memory=True) as recording, Watch(length) as watch:
+        out = getattr(rank.submission, name)(*parts, rank.group)
+        forward, long = list(watch.order), watch.long
+        recording.mark(BACKWARD)
+        watch.long = ""
+        fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
+        if fits:
+            out.backward(upstream.transpose(1, 2))
+    now = [x.detach() for x in (q, k, v, upstream)]
+    return {
+        "out": out.detach() if isinstance(out, Tensor) else None,
+        "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
+        "differentiable": fits,
+        "unchanged": all(torch.equal(x, y) for x, y in zip(now, before, strict=True)),
+        "forward": forward,
+        "long": [long, watch.long],
+        "recording": recording,
+    }
+
+
+def draw(trial: Trial, kind: Kind, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """Sizes of which no product is the sequence's length, so that `Watch` takes nothing else for it."""
+    n = trial.num_ranks
+    b, a, d = (2 if n == 3 else 3), 5, trial.choice((34, 38))
+    chunk = trial.choice((5, 7)) if kind.chunks == 1 else trial.choice((3, 5))
+    length = n * kind.chunks * chunk
+    q, k, v, upstream = (trial.normal(b, length, a, d, dtype=dtype) for _ in range(4))
+    where = [kind.positions(length, r, n) for r in range(n)]
+    return SimpleNamespace(q=2 * q, k=k, v=v, upstream=upstream, length=length, where=where, chunk=chunk)
+
+
+def observe(trial: Trial, kind: Kind) -> SimpleNamespace:
+    """A run in which every message is late, by another time on each rank."""
+    seen = draw(trial, kind)
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    seen.results = trial.run(attend, kind.name, seen.length, per_rank=parts, delays=True)
+    heads = [x.double().transpose(1, 2) for x in (seen.q, seen.k, seen.v, seen.upstream)]
+    seen.inputs = [x.requires_grad_() for x in heads[:3]]
+    seen.d_out = heads[3]
+    seen.out = attention(*seen.inputs, causal(seen.length))[0]
+    seen.shares = shares(seen)
+    b, _, a, d = seen.q.shape
+    seen.block = b * a * d * seen.length // trial.num_ranks * 4
+    return seen
+
+
+def shares(seen: SimpleNamespace) -> list[list[Tensor]]:
+    """What the queries of each rank add to the gradients of the whole q, k and v: by rank, then q, k, v."""
+    found = []
+    for where in seen.where:
+        d_out = torch.zeros_like(seen.d_out)
+        d_out[:, :, where] = seen.d_out[:, :, where]
+        found.append(list(torch.autograd.grad(seen.out, seen.inputs, d_out, retain_graph=True)))
+    return found
+
+
+def by_parts(seen: SimpleNamespace, whole: Tensor) -> list[Tensor]:
+    return [whole.detach()[:, :, w] for w in seen.where]
+
+
+def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → what each rank would have."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    n, length = len(seen.where), seen.length
+    owner = torch.empty(length, dtype=torch.int64)
+    place = torch.empty(length, dtype=torch.int64)
+    for r, where in enumerate(seen.where):
+        owner[where], place[where] = r, torch.arange(len(where))
+    mine, theirs = owner.unsqueeze(1), owner.unsqueeze(0)
+    locally = place.unsqueeze(1) >= place.unsqueeze(0)
+    mirrored = (
+        2 * mine - theirs
+    ) % n  # whose block it is taken for, when the ring is thought to go the other way
+    first = torch.tensor([int(w[0]) for w in seen.where])
+    masks = {
+        "the causal mask is by local positions, in every block": locally,
+        "the causal mask is by local positions, in every block that is not of a later rank": locally
+        & (theirs <= mine),
+        "nothing is masked": torch.ones(length, length, dtype=torch.bool),
+        "each rank attended to its own block alone": (mine == theirs) & causal(length),
+        "blocks of earlier ranks are seen, the own one is not masked": theirs <= mine,
+        "parts are taken for whole r-th parts of the sequence": (theirs < mine)
+        | ((theirs == mine) & locally),
+        "the blocks that come by are taken for those of the other direction of the ring": torch.where(
+            mine == theirs, locally, first[mirrored] <= first[mine]
+        ),
+    }
+    wrong = {cause: attention(q, k, v, mask)[0] for cause, mask in masks.items()}
+    wrong["scores are not divided by sqrt(d)"] = attention(q, k, v, causal(length), q.size(-1) ** 0.5)[0]
+    blocks = [attention(q, k[:, :, w], v[:, :, w], causal(length)[:, w])[0] for w in seen.where]
+    wrong["the blocks' outputs are added, without rescaling"] = sum(blocks)
+    visible = (first.unsqueeze(0) <= torch.arange(length).unsqueeze(1)).sum(1)
+    wrong["the blocks' outputs are averaged, without rescaling"] = sum(blocks) / visible.view(-1, 1)
+    return {cause: by_parts(seen, whole) for cause, whole in wrong.items()}
+
+
+def require_outputs(trial: Trial, seen: SimpleNamespace) -> None:
+    trial.close(
+        "the output",
+        [r["out"] for r in seen.results],
+        by_parts(seen, seen.out),
+        wrong_outputs(seen),
+        help="Compare each block with plain attention: which ranks' keys are there at step t, which of them "
+        "does a query see, and is what arrives awaited before it is used?",
+    )
+
+
+def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["differentiable"],
+            "the output has no gradient",
+            help="Return what your autograd.Function's apply returns.",
+            rank=r,
+        )
+    for i, label in enumerate("qkv"):
+        whole = sum(share[i] for share in seen.shares)
+        others: dict[str, list[Tensor]] = {}
+        if n > 1 and label != "q":
+            own = by_parts(seen, torch.zeros_like(whole))
+            others["only what this rank's own queries add"] = [
+                seen.shares[r][i][:, :, w] for r, w in enumerate(seen.where)
+            ]
+            others["all but what this rank's own queries add"] = [
+                (whole - seen.shares[r][i])[:, :, w] for r, w in enumerate(seen.where)
+            ]
+            for step, told in ((-1, "rank before"), (1, "rank after")):
+                others[f"what the {told} adds is missing: the last hop?"] = [
+                    (whole - seen.shares[(r + step) % n][i])[:, :, w] for r, w in enumerate(seen.where)
+                ]
+                others[f"it is the gradient of the {told}'s block: it never came home"] = [
+                    whole[:, :, seen.where[(r + step) % n]] for r in range(n)
+                ]
+            others["nothing was added"] = own
+        trial.close(
+            f"the gradient of {label}",
+            [r["gradients"][i] for r in seen.results],
+            by_parts(seen, whole),
+            others,
+            help="A block's gradient gathers a part on every rank that uses the block, and must arrive, "
+            "complete, on the rank that owns the block.",
+        )
+
+
+def require_ring(trial: Trial, seen: SimpleNamespace) -> None:
+    """Messages between neighbours, as many as the syllabus has."""
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        for after, blocks in (("", 2), (BACKWARD, 4)):
+            neighbours_only(trial, recording.select(None, after), r, blocks * seen.block)
+        hops_at_most(
+            trial,
+            recording,
+            "",
+            r,
+            2 * (n - 1),
+            seen.block,
+            "Keys and values make n - 1 hops: each rank sends what it has just used to the next, one block "
+            "each of keys and values, and the last ones are not sent on.",
+        )
+        hops_at_most(
+            trial,
+            recording,
+            BACKWARD,
+            r,
+            2 * (n - 1) + 2 * n,
+            seen.block,
+            "Keys and values make n - 1 hops again, and their gradients n - 1 or n hops.",
+        )
+
+
+def require_travel_while_computing(trial: Trial, seen: SimpleNamespace) -> None:
+    """The first hop has started when the first block is computed."""
+    for r, result in enumerate(seen.results):
+        order = result["forward"]
+        if trial.num_ranks > 1 and "message" in order and "product" in order:
+            trial.require(
+                order.index("message") < order.index("product"),
+                "the first block is computed before any message is started: the processor waits for the "
+                "network, and the network for the processor",
+                help="Start to send and to receive, compute the block that is there, then wait.",
+                rank=r,
+            )
+            last = len(order) - 1 - order[::-1].index("message")
+            trial.require(
+                trial.num_ranks < 4 or order.index("product") < last,
+                "all messages are started before the first block is computed: the rank collects all keys",
+                help="Hop, compute, wait, and so on: one block at a time.",
+                rank=r,
+            )
+
+
+def require_nothing_long(trial: Trial, seen: SimpleNamespace) -> None:
+    """No tensor is as long as the sequence, and what forward leaves is not all keys."""
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        for found in result["long"][
+            : 2 if n == 3 else 1
+        ]:  # four blocks joined are as long as four ranks' keys
+            nothing_is_long(trial, found, seen.length, r)
+        alive = result["recording"].alive(BACKWARD)
+        trial.require(
+            n < 4 or alive < 0.99 * (2 * (n - 1) + 1) * seen.block,
+            f"after the forward {alive / seen.block:.1f} blocks are alive on this rank (a block is its part "
+            f"of q, k, v or the output): the keys and values of all {n} ranks are kept for backward",
+            help="Keep your own q, k, v, out and lse. In backward keys and values travel again.",
+            rank=r,
+        )
+
+
+def pair_flops(seen: SimpleNamespace) -> float:
+    """Products of one chunk of queries with one of keys, and of the weights with one of values."""
+    b, _, a, d = seen.q.shape
+    return 4 * b * a * d * seen.chunk**2
+
+
+def slack_flops(seen: SimpleNamespace) -> float:
+    """What small products, such as a sum over d written as one, may add."""
+    b, length, a, d = seen.q.shape
+    return 0.02 * pair_flops(seen) + 4 * b * a * d * length / len(seen.where)
+
+
+def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
+    """No more products than the visible blocks need, and three times that in backward."""
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        most = kind.most_pairs(r, n)
+        for after, times, told in (("", 1, "forward"), (BACKWARD, 3, "backward")):
+            flops = result["recording"].flops(after)
+            allowed = times * most * pair_flops(seen) + slack_flops(seen)
+            each = f", at most {times} times in backward" if after else ""
+            trial.require(
+                flops <= allowed,
+                f"the {told} took {flops:,} FLOPs; {most} pairs of chunks that rank {r} has to look at take "
+                f"{most * pair_flops(seen):,.0f}{each}",
+                help="A block that lies in the future is passed on, and not computed and masked.",
+                rank=r,
+            )
+
+
+def require_unchanged(trial: Trial, seen: SimpleNamespace) -> None:
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["unchanged"],
+            "q, k, v or the gradient that came in was changed",
+            help="Receive into tensors of your own, and add into tensors of your own.",
+            rank=r,
+        )
+
+
+def attend_in(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """As `attend`, and no more than values."""
+    parts = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    out = getattr(rank.submission, name)(*parts, rank.group)
+    if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
+        out.backward(upstream.transpose(1, 2).to(out.dtype))
+    return {"out": out, "gradients": [x.grad for x in parts]}
+
+
+def require_dtype(trial: Trial, kind: Kind) -> None:
+    """In float64 the result is right to ten digits, in bfloat16 it is a bfloat16."""
+    for dtype in (torch.float64, torch.bfloat16):
+        seen = draw(trial, kind, dtype)
+        parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+        results = trial.run(attend_in, kind.name, per_rank=parts)
+        q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
+        out = attention(q, k, v, causal(seen.length))[0]
+        out.backward(seen.upstream.double().transpose(1, 2))
+        found = [("the output", [r["out"] for r in results], out)]
+        for i, (label, x) in enumerate(zip("qkv", (q, k, v), strict=True)):
+            found.append((f"the gradient of {label}", [r["gradients"][i] for r in results], x.grad))
+        told = str(dtype).removeprefix("torch.")
+        for what, actual, expected in found:
+            for r, tensor in enumerate(actual):
+                trial.require(
+                    not isinstance(tensor, Tensor) or tensor.dtype == dtype,
+                    f"{what} is {getattr(tensor, 'dtype', None)} where the inputs are {dtype}",
+                    help="Receive into torch.empty_like(...) of what is sent, and cast back at the end.",
+                    rank=r,
+                )
+            trial.close(
+                f"{what} in {told}",
+                actual,
+                by_parts(seen, expected),
+                help="A buffer of another dtype loses digits, or takes the bytes for other numbers.",
+                rtol=0.1 if dtype == torch.bfloat16 else 1e-9,
+            )
