@@ -204,12 +204,12 @@ def watched_forward(blocks: nn.ModuleList, x: Tensor, sizes: Tensor) -> Tensor:
     """x (b, s, h) through all blocks, each of which is computed again in backward.
 
     `sizes` (L,) is a running mean for the dashboard, changed in place: a forward moves `sizes[i]` a tenth
-    of the way to the mean of |output of block i|, once; backward leaves it alone.
+    of the way to the mean of |input of block i|, once; backward leaves it alone.
     """
-    # answer: two lines other than in the broken program
+    # answer: fewer lines than the broken program
     for i, block in enumerate(blocks):
-        x = torch_checkpoint(block, x, use_reentrant=False)
         sizes[i].lerp_(x.detach().abs().mean(), 0.1)
+        x = torch_checkpoint(block, x, use_reentrant=False)
     return x
     # end of answer
 

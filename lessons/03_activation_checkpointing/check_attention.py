@@ -1,0 +1,190 @@
+"""Checks of `recompute_attention`: the core of attention is computed again, and nothing else."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import Trial, check, exercise
+from nanogpt.model import GPT, GPTConfig
+
+from .models import STATE_BYTES, build, gpt, gradients
+
+exercise(
+    "recompute_attention",
+    world_sizes=(1,),
+    distributed=False,
+    uses=("checkpoint",),
+    hints=(
+        "In CausalSelfAttention.forward, which line is scores, softmax, dropout and the product with the "
+        "values, and nothing else?",
+        "block.attn.core is a module of its own, called with q, k and v: give it a forward that runs the old "
+        "one under `checkpoint`.",
+    ),
+)
+
+
+class KeepsItsInputs(nn.Module):
+    """What a core that is computed again keeps: queries, keys, values, and a result of its own."""
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ctx.save_for_backward(q, k, v)
+            return v.contiguous().clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return gradient, gradient, gradient
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.Kept.apply(q, k, v)
+
+
+def step(rank: Any, how: str, plain: bool, sizes: dict, seed: int, idx: Tensor, targets: Tensor) -> dict:
+    """One pass of a GPT, with plain attention or with the fused kernel."""
+    model = build(lambda: gpt(GPTConfig(**sizes), plain), seed, rank.device)
+    before, changed = list(model.parameters()), model
+    if how == "mine":
+        changed = rank.submission.recompute_attention(model)
+    elif how == "ideal":
+        for block in model.transformer.h:
+            block.attn.core = KeepsItsInputs()
+    is_gpt = isinstance(changed, GPT)
+    after = list(changed.parameters()) if is_gpt else []
+    same = {id(p) for p in before} == {id(p) for p in after} and len(before) == len(after)
+    result = {"same model": changed is model, "same parameters": same}
+    if not is_gpt:
+        return result
+    with rank.record(memory=True) as recording:
+        logits, loss = changed(idx, targets)
+        recording.mark("after the forward")
+        loss.backward()
+    result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
+    return result | {"gradients": gradients(model), "drawn": torch.rand(4, device=rank.device)}
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    heads, b, s = 4, 2, trial.integer(60, 72)
+    config = GPTConfig(
+        block_size=s,
+        vocab_size=trial.integer(50, 70),
+        n_layer=3,
+        n_head=heads,
+        n_embd=heads * trial.integer(14, 18),
+        dropout=0.2,
+        bias=trial.choice([True, False]),
+    )
+    batch = trial.tokens(config.vocab_size, b, s), trial.tokens(config.vocab_size, b, s)
+    seed, seeds = trial.seed(), [trial.seed()]
+
+    def run(how: str, plain: bool, dropout: float) -> dict:
+        sizes = asdict(config) | {"dropout": dropout}
+        return trial.run(step, how, plain, sizes, seed, *batch, seeds=seeds)[0]
+
+    kinds = {
+        "plain attention with dropout": (True, 0.2),
+        "plain attention without dropout": (True, 0.0),
+        "the fused kernel without dropout": (False, 0.0),
+    }
+    return SimpleNamespace(
+        runs={kind: (run("mine", *how), run("plain", *how)) for kind, how in kinds.items()},
+        ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0]},
+        config=config,
+        product=2 * b * s * s * config.n_embd,
+        linear=2 * b * s * config.n_embd**2,
+    )
+
+
+@check("recompute_attention")
+def given_model_comes_back_with_its_parameters(trial: Trial) -> None:
+    """It returns the given model, with the same Parameter objects."""
+    for mine, _ in trial.once(observe).runs.values():
+        help = "Change the model in place, and return it."
+        trial.require(mine["same model"], "it does not return the given model", help=help)
+        trial.require(
+            mine["same parameters"], "the model's parameters are other objects afterwards", help=help
+        )
+
+
+def ready(trial: Trial) -> SimpleNamespace:
+    """The runs, if they are there."""
+    seen = trial.once(observe)
+    for mine, _ in seen.runs.values():
+        trial.require("loss" in mine, "it does not return a GPT", help="Return the model that was given.")
+    return seen
+
+
+@check("recompute_attention")
+def loss_and_gradients_are_as_without(trial: Trial) -> None:
+    """Loss and gradients, with dropout, are those of the model as it was."""
+    seen = ready(trial)
+    for kind, (mine, plain) in seen.runs.items():
+        for name in ("loss", "logits"):
+            trial.close(
+                f"the {name} of {kind}",
+                mine[name],
+                plain[name],
+                help="The core computes what it did: causal, scaled by the root of d, with dropout.",
+            )
+        for name, expected in plain["gradients"].items():
+            trial.close(
+                f"the gradient of {name}, {kind},",
+                mine["gradients"][name],
+                expected,
+                help="The second run of the core needs the q, k, v and the dropout mask of the first.",
+            )
+        help = "The second run must leave the random state as it finds it."
+        trial.close(f"a random number drawn after {kind}", mine["drawn"], plain["drawn"], help=help)
+
+
+@check("recompute_attention")
+def core_is_computed_again_and_nothing_else(trial: Trial) -> None:
+    """With plain attention, a step costs 4·b·s²·h FLOPs a layer more, and not one more."""
+    seen = ready(trial)
+    layers, product, linear = seen.config.n_layer, seen.product, seen.linear
+    core = 2 * product
+    told = {
+        0: "nothing is computed again",
+        layers * (core + 4 * linear): "the projections around the core are computed again too",
+        layers * (core + 3 * linear): "c_attn is computed again too",
+        layers * (core + linear): "c_proj is computed again too",
+        layers * (core + 12 * linear): "the whole block is computed again",
+        (layers - 1) * core: "one layer is left out",
+        core: "that is one layer alone",
+        2 * layers * core: "the core is computed again twice",
+    }
+    for kind, (mine, plain) in seen.runs.items():
+        if kind not in seen.ideal:
+            continue
+        extra = mine["recording"].flops() - plain["recording"].flops()
+        # Stopping before the last product, whose result nobody needs, is as good: PyTorch does so.
+        trial.require(
+            extra in (layers * core, layers * product),
+            f"{kind}: a step takes {extra:,} FLOPs more than without; 4·b·s²·h in {layers} layers are "
+            f"{layers * core:,}",
+            help="Checkpoint block.attn.core, of every layer, and no more.",
+            cause=told.get(extra, ""),
+        )
+
+
+@check("recompute_attention")
+def scores_do_not_stay_alive(trial: Trial) -> None:
+    """After the forward, no s×s matrix is alive: queries, keys and values are, and all outside the core."""
+    seen = ready(trial)
+    for kind, ideal in seen.ideal.items():
+        mine, plain = seen.runs[kind]
+        alive, expected, without = (
+            run["recording"].alive("after the forward") for run in (mine, ideal, plain)
+        )
+        slack = seen.config.n_layer * STATE_BYTES + 8000
+        trial.require(
+            alive <= expected + slack,
+            f"{kind}: {alive:,} bytes are alive after the forward, {alive - expected:,} too many; "
+            f"without recomputation it is {without:,}",
+            help="Of the core, keep q, k and v, which are views of c_attn's output: copies of them, "
+            "probabilities and masks go.",
+            cause="nothing is saved" if alive >= without - slack else "",
+        )

@@ -1,0 +1,248 @@
+"""Checks of `checkpoint_blocks`: groups of a GPT's blocks that keep their input alone."""
+
+from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from grader.checks import Trial, check, exercise
+from nanogpt.model import GPT, GPTConfig
+
+from .models import STATE_BYTES, Log, build, gradients
+
+NUM_BLOCKS = 5
+
+exercise(
+    "checkpoint_blocks",
+    world_sizes=(1,),
+    distributed=False,
+    uses=("checkpoint",),
+    hints=(
+        "GPT.forward does `for block in self.transformer.h: x = block(x)`. What may a group be, so that "
+        "this line runs a whole group under `checkpoint`?",
+        "Either give the first block of a group a new forward, which runs the whole group, and the others "
+        "one that returns x; or put modules that hold a group each into a ModuleList in the old one's place.",
+        "range(0, num_blocks, every) are the first blocks of the groups; a slice may reach past the end.",
+        "A function that is made in a loop looks its variables up when it is called: hand it the group of "
+        "its own as an argument (functools.partial), or all of them will run the last one.",
+    ),
+)
+
+
+def step(
+    rank: Any, how: str, every: int, sizes: dict, seed: int, batches: list[tuple[Tensor, Tensor]]
+) -> dict:
+    """Two passes of a GPT, whose gradients add up; the first one is recorded."""
+    model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
+    before, log = list(model.parameters()), Log(model.transformer.h)
+    changed = model
+    if how == "mine":
+        changed = rank.submission.checkpoint_blocks(model, every)
+    elif how == "another mask":
+        for block in model.transformer.h:
+            block.forward = partial(
+                torch_checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+    is_gpt = isinstance(changed, GPT)
+    after = list(changed.parameters()) if is_gpt else []
+    result = {
+        "same model": changed is model,
+        "same parameters": {id(p) for p in before} == {id(p) for p in after} and len(before) == len(after),
+    }
+    if not is_gpt:
+        return result
+    (idx, targets), *others = batches
+    with rank.record(memory=True) as recording:
+        logits, loss = changed(idx, targets)
+        recording.mark("after the forward")
+        forward = len(log.entries)
+        loss.backward()
+    result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
+    result |= {"forward": log.entries[:forward], "backward": log.entries[forward:]}
+    for idx, targets in others:
+        changed(idx, targets)[1].backward()
+    result |= {"gradients": gradients(model), "drawn": torch.rand(4, device=rank.device)}
+    with torch.no_grad():
+        result["without gradients"] = changed.eval()(idx)[0]
+    return result
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    heads = trial.integer(2, 4)
+    config = GPTConfig(
+        block_size=64,
+        vocab_size=trial.integer(50, 70),
+        n_layer=NUM_BLOCKS,
+        n_head=heads,
+        n_embd=heads * (trial.integer(96, 108) // heads),
+        dropout=0.2,
+        bias=trial.choice([True, False]),
+    )
+    sizes = asdict(config)
+    batches = [
+        (trial.tokens(config.vocab_size, b, s), trial.tokens(config.vocab_size, b, s))
+        for b, s in ((4, 64), (1, trial.integer(20, 40)))
+    ]
+    seed, seeds = trial.seed(), [trial.seed()]
+
+    def run(how: str, every: int = 1, **other: int) -> dict:
+        return trial.run(step, how, every, sizes | other, seed, batches, seeds=seeds)[0]
+
+    lengths = [1, trial.choice([2, 3]), trial.choice([NUM_BLOCKS, NUM_BLOCKS + 2])]
+    return SimpleNamespace(
+        plain=run("plain"),
+        other=run("another mask"),
+        empty=run("plain", n_layer=0),
+        mine={every: run("mine", every) for every in lengths},
+        stream=4 * 4 * 64 * config.n_embd,
+    )
+
+
+@check("checkpoint_blocks")
+def given_model_comes_back_with_its_parameters(trial: Trial) -> None:
+    """It returns the given model, with the same Parameter objects."""
+    for every, mine in trial.once(observe).mine.items():
+        trial.require(
+            mine["same model"],
+            f"checkpoint_blocks(model, {every}) does not return the given model",
+            help="Change the model in place, and return it: an optimizer or a wrapper may hold it already.",
+        )
+        trial.require(
+            mine["same parameters"],
+            f"after checkpoint_blocks(model, {every}) the model's parameters are other objects, or other in "
+            "number",
+            help="Keep the block modules, and put them into the groups without copying.",
+        )
+
+
+def ready(trial: Trial) -> SimpleNamespace:
+    """The runs, if they are there."""
+    seen = trial.once(observe)
+    for mine in seen.mine.values():
+        trial.require("loss" in mine, "it does not return a GPT", help="Return the model that was given.")
+    return seen
+
+
+@check("checkpoint_blocks")
+def loss_and_gradients_are_as_without(trial: Trial) -> None:
+    """Loss and gradients, with dropout and over two passes, are those of the model as it was."""
+    seen = ready(trial)
+    for every, mine in seen.mine.items():
+        told = f", with every={every},"
+        for name in ("loss", "logits"):
+            help = "Each block runs once in the forward, in its order."
+            trial.close(f"the {name}{told}", mine[name], seen.plain[name], help=help)
+        for name, expected in seen.plain["gradients"].items():
+            trial.close(
+                f"the gradient of {name}{told}",
+                mine["gradients"][name],
+                expected,
+                alternatives={"the second run drew other dropout masks": seen.other["gradients"][name]},
+                help="Use `checkpoint`, whose second call must run the same blocks as the first. If its own "
+                "check passes: does a function made in a loop run the group of its own?",
+            )
+        help = "The second run must leave the random state as it finds it."
+        trial.close(f"a random number drawn afterwards{told}", mine["drawn"], seen.plain["drawn"], help=help)
+        help = "Under no_grad, as in sampling, the model computes as before."
+        trial.close(
+            f"the logits in eval mode, without gradients{told}",
+            mine["without gradients"],
+            seen.plain["without gradients"],
+            help=help,
+        )
+
+
+@check("checkpoint_blocks")
+def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
+    """Backward runs every block once more, in groups of `every` blocks; one group may be shorter."""
+    seen = ready(trial)
+    for every, mine in seen.mine.items():
+        where = f"every={every}, {NUM_BLOCKS} blocks: "
+        trial.equal(
+            f"{where}the blocks that the forward runs",
+            mine["forward"],
+            list(range(NUM_BLOCKS)),
+            help="GPT.forward must still take x through each block once.",
+        )
+        order = mine["backward"]
+        missing = sorted(set(range(NUM_BLOCKS)) - set(order))
+        trial.require(
+            not missing,
+            f"{where}backward does not compute block {', '.join(map(str, missing))} again",
+            help="Every block belongs to a group, the last ones too.",
+        )
+        trial.require(
+            sorted(order) == list(range(NUM_BLOCKS)),
+            f"{where}backward runs the blocks {order}, some of them more than once",
+            help="A group is computed again once, as a whole: is a checkpoint inside a checkpoint?",
+        )
+        groups = consecutive(order)
+        sizes = [len(group) for group in groups]
+        needed = -(-NUM_BLOCKS // every)
+        trial.require(
+            len(groups) == needed and max(sizes) <= every,
+            f"{where}backward computes groups of {', '.join(map(str, sizes))} blocks; they should be "
+            f"{needed}, none longer than {every}",
+            help="Blocks 0 to every-1 are one group, computed again together; then comes the next.",
+        )
+
+
+def consecutive(order: list[int]) -> list[list[int]]:
+    """[4, 2, 3, 0, 1] to [[4], [2, 3], [0, 1]]."""
+    groups: list[list[int]] = []
+    for block in order:
+        if groups and groups[-1][-1] + 1 == block:
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return groups
+
+
+@check("checkpoint_blocks")
+def costs_one_forward_of_the_blocks_more(trial: Trial) -> None:
+    """A step costs at most one forward of the blocks more than without checkpointing."""
+    seen = ready(trial)
+    blocks, plain = (
+        seen.plain["recording"].flops(after="") - seen.empty["recording"].flops(after=""),
+        seen.plain["recording"].flops(),
+    )
+    for every, mine in seen.mine.items():
+        total = mine["recording"].flops()
+        trial.require(
+            total <= plain + blocks,
+            f"every={every}: a step takes {total:,} FLOPs; {plain:,} without checkpointing, and one forward "
+            f"of the blocks is {blocks:,}",
+            help="Nothing outside of the blocks is computed again, and each block once.",
+        )
+
+
+@check("checkpoint_blocks")
+def inputs_of_groups_alone_stay_alive(trial: Trial) -> None:
+    """After the forward, what the blocks keep is one tensor (b, s, h) a group."""
+    seen = ready(trial)
+    outside, plain = (
+        run["recording"].alive("after the forward") for run in (seen.empty, seen.plain)
+    )  # with embedding, head, logits and loss
+    for every, mine in seen.mine.items():
+        groups = -(-NUM_BLOCKS // every)
+        expected = outside + groups * seen.stream
+        alive, slack = mine["recording"].alive("after the forward"), groups * STATE_BYTES + 8000
+        more = (alive - outside) / seen.stream
+        cause = ""
+        if alive >= plain - slack:
+            cause = "that is what a GPT without checkpoints keeps"
+        elif abs(more - NUM_BLOCKS) < 0.7:
+            cause = "as much as if the input of every block were kept"
+        trial.require(
+            alive <= expected + slack,
+            f"every={every}: {alive:,} bytes are alive after the forward. Embedding, head and loss are "
+            f"{outside:,}, and {groups} inputs of groups {groups * seen.stream:,}, together {expected:,}; "
+            f"without checkpoints it is {plain:,}",
+            help="Run a group as one function inside one checkpoint. Lists, attributes and closures that "
+            "hold activations count too.",
+            cause=cause,
+        )

@@ -1,0 +1,157 @@
+"""Checks of `watched_forward`, the program to repair: what runs twice must have effects once."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+from nanogpt.model import GPT, GPTConfig
+
+from .models import STATE_BYTES, Log, build, gradients
+
+exercise(
+    "watched_forward",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "Print the number of the block each time `run` is called, in the forward and in backward.",
+        "`run` looks `block` and `i` up when it is called. What are they when backward calls it?",
+        "Which of the lines in `run` should happen once, and which twice? The first kind belongs outside.",
+    ),
+)
+
+
+def plain_forward(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
+    for i, block in enumerate(blocks):
+        sizes[i] += 0.1 * (x.detach().abs().mean() - sizes[i])
+        x = block(x)
+    return x
+
+
+def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
+    """Two forwards, then backward of both, then a forward without gradients."""
+    forward = rank.submission.watched_forward if how == "mine" else plain_forward
+    blocks = build(lambda: GPT(GPTConfig(**config)).transformer.h, seed, rank.device)
+    log, seen = Log(blocks), {}
+    leaf, second, third = batches[0].requires_grad_(), *batches[1:]
+    with rank.record(memory=True) as recording:
+        y = forward(blocks, leaf, sizes)
+        recording.mark("after the forward")
+    seen["after a forward"] = sizes.clone()
+    called = [list(log.entries)]
+    z = forward(blocks, second, sizes)
+    seen["after two forwards"] = sizes.clone()
+    (y.square().mean() + z.sin().mean()).backward()
+    called.append(list(log.entries))
+    seen["after backward"] = sizes.clone()
+    with torch.no_grad():
+        forward(blocks, third, sizes)
+    seen["after a forward without gradients"] = sizes.clone()
+    return {
+        "outputs": [y.detach().clone(), z.detach().clone()],
+        "gradients": {"x": leaf.grad, **gradients(blocks)},
+        "sizes": seen,
+        "called": called,
+        "recording": recording,
+    }
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    heads = trial.integer(2, 4)
+    config = GPTConfig(
+        block_size=64,
+        vocab_size=8,
+        n_layer=trial.integer(3, 4),
+        n_head=heads,
+        n_embd=heads * (trial.integer(60, 70) // heads),
+        dropout=0.1,
+        bias=False,
+    )
+    shapes = [(4, 64, config.n_embd), (1, 20, config.n_embd), (1, 10, config.n_embd)]
+    batches = [scale * trial.normal(*shape) for scale, shape in zip((1, 2, 4), shapes, strict=True)]
+    inputs = asdict(config), trial.seed(), batches, trial.normal(config.n_layer).abs()
+    seeds = [trial.seed()]
+    mine, plain = (trial.run(watch, how, *inputs, seeds=seeds)[0] for how in ("mine", "plain"))
+    return SimpleNamespace(mine=mine, plain=plain, num_blocks=config.n_layer, stream=batches[0].nbytes)
+
+
+@check("watched_forward")
+def every_block_learns_from_its_own_input(trial: Trial) -> None:
+    """Outputs and gradients are those of the blocks without checkpointing."""
+    seen = trial.once(observe)
+    for expected, given in zip(seen.plain["outputs"], seen.mine["outputs"], strict=True):
+        trial.close("the output", given, expected, help="x goes through the blocks in their order.")
+    for name, expected in seen.plain["gradients"].items():
+        trial.close(
+            f"the gradient of {name}, of block number first in its name,"
+            if name != "x"
+            else "the gradient of x",
+            seen.mine["gradients"][name],
+            expected,
+            help="The function is called again in backward, when the loop is long over. It has to know then "
+            "which block was its own: hand the block over as an input or with functools.partial, or "
+            "checkpoint the block itself.",
+        )
+
+
+@check("watched_forward")
+def a_forward_moves_the_mean_once(trial: Trial) -> None:
+    """A forward, with gradients or without, moves each running mean once, a tenth of the way."""
+    seen = trial.once(observe)
+    for when in ("after a forward", "after two forwards"):
+        trial.close(
+            f"sizes {when}",
+            seen.mine["sizes"][when],
+            seen.plain["sizes"][when],
+            help="sizes[i] moves a tenth of the way to the mean of |input of block i|.",
+        )
+    moved = [seen_by["sizes"]["after a forward without gradients"] for seen_by in (seen.mine, seen.plain)]
+    if torch.equal(seen.mine["sizes"]["after backward"], seen.mine["sizes"]["after two forwards"]):
+        help = "Evaluation is a forward too: it moves the means once."
+        trial.close("sizes after a forward without gradients", *moved, help=help)
+
+
+@check("watched_forward")
+def backward_leaves_the_mean_alone(trial: Trial) -> None:
+    """Backward, which runs the blocks again, does not touch the running means."""
+    sizes = trial.once(observe).mine["sizes"]
+    before, after = sizes["after two forwards"], sizes["after backward"]
+    changed = [i for i in range(len(before)) if before[i] != after[i]]
+    last = changed == [len(before) - 1]
+    trial.require(
+        not changed,
+        f"backward changed sizes[{', '.join(map(str, changed))}]: from {before.tolist()} to {after.tolist()}",
+        help="What has an effect outside belongs outside of the function that is called twice.",
+        cause="the last entry alone: i is the last one when backward calls the function" if last else "",
+    )
+
+
+@check("watched_forward")
+def blocks_are_still_checkpointed(trial: Trial) -> None:
+    """Each block is computed once more in backward, and keeps its input alone."""
+    seen = trial.once(observe)
+    forward, both = seen.mine["called"]
+    trial.equal(
+        "the blocks that the forward runs",
+        forward,
+        list(range(seen.num_blocks)),
+        help="Once each, in their order.",
+    )
+    again = sorted(both[2 * seen.num_blocks :])
+    trial.equal(
+        "the blocks that backward of two passes computes again, sorted",
+        again,
+        sorted(2 * list(range(seen.num_blocks))),
+        help="Repair it without giving checkpointing up: each block runs once more for each pass.",
+    )
+    alive, without = (run["recording"].alive("after the forward") for run in (seen.mine, seen.plain))
+    budget = seen.num_blocks * (seen.stream + STATE_BYTES) + 8000
+    trial.require(
+        alive <= budget,
+        f"{alive:,} bytes are alive after a forward; the outputs of {seen.num_blocks} blocks are "
+        f"{seen.num_blocks * seen.stream:,}, and without checkpointing it would be {without:,}",
+        help="Each block has a checkpoint of its own, and nothing else holds activations.",
+    )
