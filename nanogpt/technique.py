@@ -90,7 +90,7 @@ def find_technique(table: str, name: str, package: str = "solutions") -> tuple[t
         if name in adapters:
             return adapters[name], module
         known += adapters
-    listed = ", ".join(sorted(known)) or "none"
+    listed = ", ".join(sorted(set(known))) or "none"
     failed = f"; these could not be imported: {', '.join(broken)}" if broken else ""
     raise ValueError(
         f"{option} {name}: no such technique in the package {package!r}; known are: {listed}{failed}"
