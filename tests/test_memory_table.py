@@ -1,4 +1,4 @@
-"""The memory table: our own code holds and sends what the lessons' formulas say, or the difference is named."""
+"""The memory table: ours holds and sends what the lessons' formulas say, or the difference is named."""
 
 import subprocess
 import sys

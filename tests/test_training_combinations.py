@@ -1,0 +1,45 @@
+"""Checkpointing and accumulation go together with every way to use many ranks, ours and PyTorch's."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.memory_table.measure import Plan, measure
+from infra.memory_table.ways import Way
+from tests.test_nanogpt_training import OPTIONS
+
+IN_PYTORCH = ("data_parallel", "zero1", "zero2", "zero3", "tensor_parallel", "sequence_parallel")
+TOGETHER = (
+    *(Way(name, checkpoint, 2) for name in IN_PYTORCH for checkpoint in ("every", "attention")),
+    Way("context_parallel", "every", 2, in_pytorch=False),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("notebooks")
+def test_all_of_them_follow_the_curve_of_one_rank() -> None:
+    found = measure(Plan(TOGETHER, rounds=1), num_ranks=2)
+    assert len(found) == 2 * len(TOGETHER) - 1
+    off = {f"{way} by {by}": one.loss_difference for (way, by), one in found.items()}
+    assert {name: difference for name, difference in off.items() if not difference < 1e-4} == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--parallel", "context_parallel", "--checkpoint", "attention"], "recompute"),
+        (["--parallel", "context_parallel", "--implementation", "torch"], "context parallel"),
+        (["--parallel", "context_parallel", "--block-size", "30"], "30"),
+        (["--parallel", "tensor_parallel", "--n-head", "1"], "n_head=1"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(options: list[str], says: str, tmp_path: Path) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [*start, "-m", "nanogpt.train", *OPTIONS, "--cache", str(tmp_path / "cache"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, done.stderr
+    assert says in said[0]
+    assert done.returncode != 0
