@@ -1,0 +1,215 @@
+"""Checks of `clipped_step`: the norm of a gradient of which every rank has a part."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from grader.checks import Trial, check, exercise
+
+exercise(
+    "clipped_step",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "Print the norm on both ranks. Which vector is it the norm of?",
+        "The square of the whole norm is the sum of the squares of the shards' norms.",
+        "One number has to be summed over the group. Every rank takes part, also one that has no gradient.",
+    ),
+)
+
+SIZE = 5
+"""Of the sharded vector: on four ranks the shards have 2, 2, 1 and 0 elements."""
+
+
+class Gather(torch.autograd.Function):
+    """Shards to the whole vector; backward, the mean gradient of this rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.own = group, shard.numel()
+        per_rank = -(-size // group.size())
+        padded = torch.cat([shard, shard.new_zeros(per_rank - shard.numel())])
+        parts = [torch.empty_like(padded) for _ in range(group.size())]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat(parts)[:size]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        gradient /= ctx.group.size()
+        per_rank = -(-gradient.numel() // ctx.group.size())
+        start = ctx.group.rank() * per_rank
+        return gradient[start : start + ctx.own].clone(), None, None
+
+
+class ShardedLine(nn.Module):
+    """A line through points, its weights cut over the ranks; a rank whose shard is empty has no gradient."""
+
+    def __init__(self, whole: Tensor, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        per_rank = -(-SIZE // group.size())
+        shard = whole[group.rank() * per_rank :][:per_rank].clone()
+        self.shard = nn.Parameter(shard, requires_grad=shard.numel() > 0)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.bystander = torch.zeros((), requires_grad=True)  # so that every rank's backward has a graph
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        shard = self.shard + self.bystander.to(self.shard.device)
+        outputs = inputs @ Gather.apply(shard, self.group, SIZE)
+        return outputs, (outputs - targets).square().mean()
+
+
+class WholeLine(nn.Module):
+    """The same in one process."""
+
+    def __init__(self, whole: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(whole.double())
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = inputs.double() @ self.weight
+        return outputs, (outputs - targets.double()).square().mean()
+
+
+MAX_NORMS = (0.5, 1e6)
+NUM_STEPS = 3
+
+
+def step_on_ranks(rank: Any, whole: Tensor, steps: list[tuple[Tensor, Tensor]]) -> dict:
+    result: dict[str, Any] = {}
+    for max_norm in MAX_NORMS:
+        module = ShardedLine(whole, rank.group).to(rank.device)
+        optimizer = SGD(module.parameters(), lr=0.1, momentum=0.5)
+        norms = []
+        with rank.record() as recording:
+            for inputs, targets in steps:
+                norm = rank.submission.clipped_step(module, optimizer, inputs, targets, max_norm, rank.group)
+                norms.append(torch.as_tensor(norm).detach().clone().reshape(()))
+        result[str(max_norm)] = {
+            "norms": torch.stack(norms).to(torch.float32),
+            "shard": module.shard.detach().clone(),
+            "recording": recording,
+        }
+    return result
+
+
+def in_one_process(
+    whole: Tensor, by_rank: list[list[tuple[Tensor, Tensor]]], max_norm: float, rule: Any
+) -> Any:
+    """Norms of each step, and shards at the end; `rule(shards' norms, r)` is what shard r is clipped by."""
+    n = len(by_rank)
+    model = WholeLine(whole)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
+    per_rank = -(-SIZE // n)
+    norms = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        (sum(model(*batches[step])[1] for batches in by_rank) / n).backward()
+        shards = [model.weight.grad[r * per_rank :][:per_rank] for r in range(n)]
+        own = [shard.norm().item() for shard in shards]
+        norms.append([rule(own, r) for r in range(n)])
+        for r, shard in enumerate(shards):
+            if shard.numel():
+                shard.mul_(min(1.0, max_norm / norms[-1][r]))
+        optimizer.step()
+    end = [model.weight.detach()[r * per_rank :][:per_rank].float() for r in range(n)]
+    return SimpleNamespace(end=end, norms=list(torch.tensor(norms).T))
+
+
+def whole_norm(own: list[float], r: int) -> float:
+    return sum(norm**2 for norm in own) ** 0.5
+
+
+WRONG = {
+    "each rank clips by the norm of its own shard": lambda own, r: own[r],
+    "the shards' norms were added: add their squares, then take the root": lambda own, r: sum(own),
+    "the squares were added, and no root was taken": lambda own, r: sum(x**2 for x in own),
+    "this is the mean of the shards' norms": lambda own, r: sum(own) / len(own),
+    "this is the largest of the shards' norms": lambda own, r: max(own),
+    "this is the norm of rank 0's shard": lambda own, r: own[0],
+    "the squares were averaged over the ranks: their sum is the square of the norm": lambda own, r: (
+        (sum(x**2 for x in own) / len(own)) ** 0.5
+    ),
+}
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    whole = 3.0 * trial.normal(SIZE)
+    by_rank = [
+        [(trial.normal(4, SIZE), trial.normal(4)) for _ in range(NUM_STEPS)] for _ in range(trial.num_ranks)
+    ]
+    results = trial.run(step_on_ranks, whole, per_rank=[(steps,) for steps in by_rank])
+
+    def ends(max_norm: float) -> Any:
+        rules = WRONG if trial.num_ranks > 1 else {}
+        wrong = {told: in_one_process(whole, by_rank, max_norm, rule) for told, rule in rules.items()}
+        return SimpleNamespace(right=in_one_process(whole, by_rank, max_norm, whole_norm), wrong=wrong)
+
+    return SimpleNamespace(results=results, by_max_norm={m: ends(m) for m in MAX_NORMS})
+
+
+HELP = "Sum the squares over the group, take the root, and have every rank scale by the same number."
+
+
+@check("clipped_step")
+def norm_is_that_of_the_whole_gradient(trial: Trial) -> None:
+    """What is returned is the norm of the whole gradient before clipping, the same on every rank."""
+    seen = trial.once(observe)
+    for max_norm, expected in seen.by_max_norm.items():
+        trial.close(
+            f"the norms of {NUM_STEPS} steps (max_norm={max_norm:g})",
+            [result[str(max_norm)]["norms"] for result in seen.results],
+            expected.right.norms,
+            alternatives={told: wrong.norms for told, wrong in expected.wrong.items()},
+            help=HELP,
+            rtol=1e-3,
+        )
+
+
+def require_ends(trial: Trial, max_norm: float, help: str) -> None:
+    seen = trial.once(observe)
+    expected = seen.by_max_norm[max_norm]
+    trial.close(
+        f"this rank's shard after {NUM_STEPS} steps (max_norm={max_norm:g})",
+        [result[str(max_norm)]["shard"] for result in seen.results],
+        expected.right.end,
+        alternatives={told: wrong.end for told, wrong in expected.wrong.items()},
+        help=help,
+        rtol=1e-3,
+    )
+
+
+@check("clipped_step")
+def clipped_steps_are_those_of_one_process(trial: Trial) -> None:
+    """Three steps with clipping end, on every rank, at the shard of what one process comes to."""
+    require_ends(trial, MAX_NORMS[0], HELP)
+
+
+@check("clipped_step")
+def small_gradients_are_left_alone(trial: Trial) -> None:
+    """A gradient whose norm is below max_norm is not scaled."""
+    require_ends(trial, MAX_NORMS[1], "The factor is max_norm / norm, and at most 1.")
+
+
+@check("clipped_step", world_sizes=(2, 4, 3))
+def one_number_travels(trial: Trial) -> None:
+    """Besides what the module itself sends, a step sends a number or two: no gradient is gathered."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        recording = result[str(MAX_NORMS[0])]["recording"]
+        per_rank = -(-SIZE // trial.num_ranks)
+        modules_own = NUM_STEPS * 4 * (per_rank * trial.num_ranks + SIZE)
+        extra = recording.bytes() - modules_own
+        trial.require(
+            extra <= NUM_STEPS * 8 * max(2, trial.num_ranks),
+            f"{extra} bytes were sent in {NUM_STEPS} steps besides the module's own",
+            help="A norm needs the sum of all squares alone: one all-reduce of one number.",
+            rank=r,
+            cause="the gradients themselves were gathered",
+        )

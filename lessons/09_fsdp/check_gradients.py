@@ -1,0 +1,224 @@
+"""Checks of `ShardedGradients`: gradients are reduced to their owners during backward, and freed."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD
+
+from grader.checks import Trial, check, exercise
+
+from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw, weights
+from .training import PASSES, expected_weights, require_weights, train
+from .wire import SMALL, require_travelled
+
+exercise(
+    "ShardedGradients",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    uses=("ShardedOptimizer",),
+    hints=(
+        "register_post_accumulate_grad_hook calls you when a gradient is complete, in the middle of "
+        "backward.",
+        "In the hook, reduce-scatter parameter.grad, keep your share of the mean, and set parameter.grad "
+        "to None.",
+        "A share has another shape than its parameter, so it can not stand in .grad. Put it where your "
+        "ShardedOptimizer looks first: in an attribute of the parameter, for instance. Who forgets it in "
+        "zero_grad()?",
+        "An asynchronous reduction still needs its input. If all inputs wait until finish_…, no gradient was "
+        "freed: wait for one before the next is sent.",
+    ),
+)
+
+
+def wrap(rank: Any, model: Any) -> Any:
+    return rank.submission.ShardedGradients(model, rank.group)
+
+
+def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    """By kind of training; "once" calls finish after the last pass of a step only, "always" after each."""
+    ends = {}
+
+    def sharded(params: Any, optimizer_class: Any, **settings: Any) -> Any:
+        return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
+
+    for kind, when in (("SGD", "once"), ("SGD", "always"), ("AdamW", "once"), ("groups", "always")):
+        model = build(Odd, seed).double().to(rank.device)
+        wrapped = wrap(rank, model)
+
+        def finish(passes_left: int, wrapped: Any = wrapped, when: str = when) -> None:
+            if when == "always" or passes_left == 0:
+                wrapped.finish_gradient_synchronization()
+
+        train(wrapped, batches, kind, sharded, finish)
+        ends[f"{kind} {when}"] = weights(model)
+    return ends
+
+
+def observe_training(trial: Trial, delays: bool = False) -> SimpleNamespace:
+    seed, by_rank = trial.seed(), draw(trial, sum(PASSES))
+    per_rank = [(batches,) for batches in by_rank]
+    results = trial.run(train_on_ranks, seed, per_rank=per_rank, delays=delays)
+    return SimpleNamespace(results=results, seed=seed, by_rank=by_rank)
+
+
+def require_kind(trial: Trial, seen: Any, kind: str, when: str, help: str) -> None:
+    expected = expected_weights(trial, Odd, seen.seed, seen.by_rank, kind)
+    require_weights(trial, [result[f"{kind} {when}"] for result in seen.results], expected, kind, help)
+
+
+@check("ShardedGradients")
+def sgd_trains_as_one_process_does(trial: Trial) -> None:
+    """With the ShardedOptimizer, three steps of SGD end at one process's weights on the whole batch."""
+    seen = trial.once(observe_training)
+    require_kind(trial, seen, "SGD", "once", "What the optimizer steps on is the mean over the ranks, once.")
+
+
+@check("ShardedGradients")
+def two_passes_add_up(trial: Trial) -> None:
+    """Gradients of two backward passes add up, also when finish_gradient_synchronization() comes between."""
+    seen = trial.once(observe_training)
+    require_kind(
+        trial, seen, "SGD", "always", "Reduce the new gradient alone, and add its mean to the share you have."
+    )
+
+
+@check("ShardedGradients")
+def adamw_trains_as_one_process_does(trial: Trial) -> None:
+    """Three steps of AdamW end at the weights of one process: a tie, frozen weights, a single number."""
+    seen = trial.once(observe_training)
+    require_kind(trial, seen, "AdamW", "once", "zero_grad() must forget the shares' gradients too.")
+
+
+@check("ShardedGradients")
+def parameter_groups_keep_their_settings(trial: Trial) -> None:
+    """Two parameter groups with settings of their own train as they do in one process."""
+    seen = trial.once(observe_training)
+    require_kind(trial, seen, "groups", "always", "Hand each parameter's share to its own group.")
+
+
+def observe_delays(trial: Trial) -> SimpleNamespace:
+    return observe_training(trial, delays=True)
+
+
+@check("ShardedGradients", world_sizes=(2,), subgroup=False)
+def finish_waits_for_the_network(trial: Trial) -> None:
+    """On a network that takes its time the weights are as right as on a fast one."""
+    seen = trial.once(observe_delays)
+    require_kind(trial, seen, "SGD", "once", "Until work.wait() has returned, the share is not there.")
+
+
+def measure(rank: Any, seed: int, x: Tensor) -> dict:
+    """One step: what is alive and what travels when."""
+    with rank.record(memory=True) as recording:
+        model = build(Chain, seed).to(rank.device)
+        wrapped = wrap(rank, model)
+        optimizer = rank.submission.ShardedOptimizer(wrapped.parameters(), SGD, rank.group, lr=0.01)
+        optimizer.zero_grad()
+        gc.collect()
+        recording.mark("forward")
+        loss = wrapped(x)[1]
+        recording.mark("backward")
+        loss.backward()
+        recording.mark("finish")
+        wrapped.finish_gradient_synchronization()
+        del loss
+        gc.collect()
+        recording.mark("step")
+        optimizer.step()
+        recording.mark("over")
+    return {"recording": recording}
+
+
+def observe_memory(trial: Trial) -> SimpleNamespace:
+    batches = [(trial.normal(2, 16),) for _ in range(trial.num_ranks)]
+    return SimpleNamespace(results=trial.run(measure, trial.seed(), per_rank=batches), model=build(Chain, 0))
+
+
+SIZE = NUM_LAYERS * LAYER_BYTES
+
+
+@check("ShardedGradients", world_sizes=(2, 4, 3))
+def a_share_of_the_gradients_is_left(trial: Trial) -> None:
+    """After backward a rank holds its share of the gradients, P/n numbers, and nothing of the others'."""
+    n = trial.num_ranks
+    for r, result in enumerate(trial.once(observe_memory).results):
+        held = result["recording"].alive("step") - result["recording"].alive("forward")
+        trial.require(
+            held <= SIZE // n + LAYER_BYTES + SMALL,
+            f"{held:,} bytes besides the weights are alive on it after backward. All gradients are "
+            f"{SIZE:,} bytes, "
+            f"a share is 1/{n} of it",
+            help="Set parameter.grad to None when it is reduced. A view keeps the whole tensor alive.",
+            rank=r,
+            cause="all gradients are still there" if held >= SIZE else "",
+        )
+
+
+@check("ShardedGradients", world_sizes=(2, 4, 3))
+def gradients_leave_during_backward(trial: Trial) -> None:
+    """Gradients are reduced and freed while backward goes on: all of them are never there at once."""
+    n = trial.num_ranks
+    for r, result in enumerate(trial.once(observe_memory).results):
+        recording = result["recording"]
+        sent = [event.index for event in recording.select(after="backward")]
+        trial.require(
+            bool(sent) and sent[0] < recording.last_compute("backward"),
+            "no gradient was sent before backward's last matrix product",
+            help="Reduce from a hook on each parameter.",
+            rank=r,
+        )
+        # At the end of backward there are a share of all, and a few whole ones on their way.
+        held = recording.alive("finish") - recording.alive("forward")
+        trial.require(
+            held <= SIZE // n + SIZE // 4 + LAYER_BYTES + SMALL,
+            f"when backward is over, {held:,} bytes besides the weights are alive on it. All gradients "
+            f"are {SIZE:,}",
+            help="Wait for a reduction before you start the one after next, and let go of its input.",
+            rank=r,
+            cause="gradients stay until finish_gradient_synchronization()",
+        )
+
+
+@check("ShardedGradients", world_sizes=(2, 4, 3))
+def a_gradient_is_reduced_to_its_owners(trial: Trial) -> None:
+    """Backward sends P elements: each gradient once, to the ranks that own it. No all-reduce."""
+    seen = trial.once(observe_memory)
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        sizes = [recording.bytes("all_reduce", after=name) for name in ("backward", "finish")]
+        trial.require(
+            sum(sizes) <= SIZE // 4,
+            f"{sum(sizes):,} bytes of gradients were all-reduced",
+            help="Reduce-scatter each gradient (or reduce it to its owner): half the bytes.",
+            rank=r,
+            cause="every rank got every mean, and threw most of it away",
+        )
+        late = recording.bytes(after="finish")
+        trial.require(
+            late <= SIZE // 4,
+            f"{late:,} bytes travel in finish_gradient_synchronization(), after backward",
+            help="All but the last few have left during backward. finish_… waits.",
+            rank=r,
+        )
+        require_travelled(
+            trial, r, recording, seen.model, 1, what="backward", after="backward", extra=SIZE // 4
+        )
+
+
+@check("ShardedGradients", world_sizes=(2, 4, 3))
+def the_optimizer_finds_its_share_ready(trial: Trial) -> None:
+    """The ShardedOptimizer's step only hands the new weights round, P elements: nothing is reduced again."""
+    seen = trial.once(observe_memory)
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        again = sum(recording.bytes(kind, "step") for kind in ("all_reduce", "reduce_scatter", "reduce"))
+        trial.require(
+            again <= SMALL,
+            f"step() reduces {again:,} bytes, and backward has done that already",
+            help="Look whether ShardedGradients has left a mean for this parameter.",
+            rank=r,
+            cause="the gradients are reduced twice",
+        )
+        require_travelled(trial, r, recording, seen.model, 1, what="step()", after="step")

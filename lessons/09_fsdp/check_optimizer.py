@@ -1,0 +1,201 @@
+"""Checks of `ShardedOptimizer`: the steps of one process, with a share of the state on each rank."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.utils._pytree import tree_leaves
+
+from grader.checks import Trial, check, exercise
+
+from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, bytes_of, draw, weights
+from .training import KINDS, PASSES, expected_weights, require_weights, train
+from .wire import SMALL, require_travelled
+
+exercise(
+    "ShardedOptimizer",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "Inside it is an ordinary optimizer of `optimizer_class`, whose parameters are this rank's share: "
+        "whole "
+        "parameters that the rank owns, or flat pieces of each.",
+        "super().__init__(params, kwargs) makes self.param_groups of whatever was given. Build the inner "
+        "optimizer from groups that have the same settings and your share's tensors.",
+        "A view of a weight (parameter.detach().view(-1)[start:end]) is updated where the weight lies. "
+        "Give it a "
+        ".grad, step, and gather.",
+        "Schedulers and users change self.param_groups: copy the settings to the inner optimizer in "
+        "step(). A "
+        "parameter with fewer elements than ranks leaves some ranks with an empty share.",
+    ),
+)
+
+
+def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    ends = {}
+    for kind in KINDS:
+        model = build(Odd, seed).double().to(rank.device)
+
+        def sharded(params: Any, optimizer_class: Any, **settings: Any) -> Any:
+            return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
+
+        train(model, batches, kind, sharded)
+        ends[kind] = weights(model)
+    return ends
+
+
+def observe_training(trial: Trial) -> SimpleNamespace:
+    seed, by_rank = trial.seed(), draw(trial, sum(PASSES))
+    results = trial.run(train_on_ranks, seed, per_rank=[(batches,) for batches in by_rank])
+    return SimpleNamespace(results=results, seed=seed, by_rank=by_rank)
+
+
+def require_kind(trial: Trial, kind: str, help: str) -> None:
+    seen = trial.once(observe_training)
+    expected = expected_weights(trial, Odd, seen.seed, seen.by_rank, kind)
+    add_shares(trial, seen, expected, kind)
+    require_weights(trial, [result[kind] for result in seen.results], expected, kind, help)
+
+
+def add_shares(trial: Trial, seen: Any, expected: Any, kind: str) -> None:
+    """What a rank has where nobody handed the new weights round: right in some places, old elsewhere."""
+    if trial.num_ranks == 1:
+        return
+    mixed = []
+    for result in seen.results:
+        end = {}
+        for name, right in expected.right.items():
+            start, actual = expected.start[name], result[kind].get(name)
+            fits = isinstance(actual, Tensor) and actual.shape == right.shape
+            new = (actual - right).abs() <= 1e-8 * right.abs().max() if fits else torch.ones_like(start) > 0
+            end[name] = torch.where(new, right, start)
+        mixed.append(end)
+    expected.others["parts are new and parts are old: the updated shares did not reach this rank"] = mixed
+
+
+@check("ShardedOptimizer")
+def sgd_trains_as_one_process_does(trial: Trial) -> None:
+    """Three steps of SGD with momentum end, on every rank, at one process's weights on the whole batch."""
+    require_kind(
+        trial, "SGD", "Step on the mean of the ranks' gradients, then hand every share to every rank."
+    )
+
+
+@check("ShardedOptimizer")
+def adamw_trains_as_one_process_does(trial: Trial) -> None:
+    """Three steps of AdamW do too: a tied table, frozen weights, odd sizes, a parameter of one number."""
+    require_kind(
+        trial, "AdamW", "Frozen parameters neither move nor decay. A share may be shorter, or empty."
+    )
+
+
+@check("ShardedOptimizer")
+def parameter_groups_keep_their_settings(trial: Trial) -> None:
+    """Two parameter groups with settings of their own train as they do in one process."""
+    require_kind(
+        trial, "groups", "Build the inner optimizer from groups: each has its settings, and your share."
+    )
+
+
+@check("ShardedOptimizer")
+def schedulers_change_the_learning_rate(trial: Trial) -> None:
+    """A scheduler on the sharded optimizer changes the learning rate of the next step."""
+    require_kind(
+        trial,
+        "scheduled",
+        "A scheduler writes into self.param_groups: copy it to the inner optimizer's in step().",
+    )
+
+
+@check("ShardedOptimizer")
+def state_dict_resumes(trial: Trial) -> None:
+    """A new optimizer that loads the state_dict of the old one goes on as if nothing had happened."""
+    require_kind(
+        trial,
+        "resumed",
+        "state_dict() has the state of this rank's share, and load_state_dict() puts it back: hand both "
+        "on to "
+        "the inner optimizer.",
+    )
+
+
+def measure(rank: Any, seed: int, steps: list[Tensor]) -> dict:
+    """Two steps of AdamW and one more backward; bytes alive then, with the model and everything in it."""
+    with rank.record(memory=True) as recording:
+        model = build(Chain, seed).to(rank.device)
+        optimizer = rank.submission.ShardedOptimizer(model.parameters(), AdamW, rank.group, lr=0.01)
+        recording.mark("first step")
+        for x in steps[:2]:
+            optimizer.zero_grad()
+            model(x)[1].backward()
+            optimizer.step()
+            recording.mark("second step" if x is steps[0] else "over")
+        optimizer.zero_grad()
+        model(steps[2])[1].backward()
+        gc.collect()
+        recording.mark("gradients there")
+        state = optimizer.state_dict()
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {"recording": recording, "state": sum(sizes.values())}
+
+
+def observe_memory(trial: Trial) -> SimpleNamespace:
+    batches = [([trial.normal(2, 16) for _ in range(3)],) for _ in range(trial.num_ranks)]
+    return SimpleNamespace(results=trial.run(measure, trial.seed(), per_rank=batches), model=build(Chain, 0))
+
+
+@check("ShardedOptimizer", world_sizes=(2, 4, 3))
+def state_is_that_of_a_share(trial: Trial) -> None:
+    """Each rank keeps the state of its share of the weights alone: 2P/n numbers of AdamW, not 2P."""
+    seen, n = trial.once(observe_memory), trial.num_ranks
+    size = NUM_LAYERS * LAYER_BYTES
+    share = size // n + LAYER_BYTES  # shares may differ by the largest parameter
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["state"] <= 3 * share + SMALL,  # two moments, and perhaps a copy of the weights
+            f"its state_dict() holds {result['state']:,} bytes. The state of all {size:,} bytes of "
+            "weights is "
+            f"{2 * size:,}, that of a share 1/{n} of it",
+            help="Give the inner optimizer this rank's share, and return its state_dict().",
+            rank=r,
+            cause="every rank keeps the state of every parameter" if result["state"] >= 2 * size else "",
+        )
+        alive = result["recording"].alive("gradients there") - 2 * size
+        trial.require(
+            alive <= 3 * share + SMALL,
+            f"besides {size:,} bytes of weights and as many of gradients, {alive:,} bytes are alive on "
+            "it, and a "
+            f"share of the state is {2 * size // n:,}",
+            help="Nothing of the size of the model may stay: drop what step() made when it is over.",
+            rank=r,
+            cause="every rank keeps the state of every parameter" if alive >= 2 * size else "",
+        )
+
+
+@check("ShardedOptimizer", world_sizes=(2, 4, 3))
+def two_p_elements_travel(trial: Trial) -> None:
+    """A step sends as much as one reduce-scatter of the gradients and one all-gather of the weights: 2P."""
+    seen = trial.once(observe_memory)
+    for r, result in enumerate(seen.results):
+        require_travelled(
+            trial, r, result["recording"], seen.model, 2, what="backward and step", after="second step"
+        )
+
+
+@check("ShardedOptimizer", world_sizes=(2, 4, 3))
+def gradients_are_not_all_reduced(trial: Trial) -> None:
+    """No rank gets the means of gradients that others need: they are reduced to their owners."""
+    for r, result in enumerate(trial.once(observe_memory).results):
+        moved = result["recording"].bytes("all_reduce")
+        trial.require(
+            moved <= bytes_of(build(Chain, 0)) // 4,
+            f"{moved:,} bytes were all-reduced",
+            help="Reduce each share to its owner alone: dist.reduce_scatter, or dist.reduce to one rank.",
+            rank=r,
+            cause="this is plain data parallelism's all-reduce, after which every rank has every mean",
+        )

@@ -1,0 +1,233 @@
+"""Checks of `FullySharded`: which bytes are alive when, and what travels. Blocks are the unit of measure."""
+
+import gc
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from grader.checks import Trial, check
+
+from .models import DEEP, build, bytes_of, deep_gpt, local
+from .wire import SMALL, padded_bytes, require_travelled, travelled
+
+
+def watch(model: nn.Module, recording: Any) -> list[str]:
+    """Mark the moments at which a block's attention computes: "forward 3", and the same block's "backward 3".
+
+    Who writes another word into the returned list has the next forwards called by it.
+    """
+    phase = ["forward"]
+
+    def enter(number: int, args: tuple[Tensor, ...]) -> None:
+        recording.mark(f"{phase[0]} {number}")
+        if args[0].requires_grad:
+            args[0].register_hook(lambda gradient: recording.mark(f"backward {number}"))
+
+    for number, block in enumerate(model.transformer.h):
+        block.attn.core.register_forward_pre_hook(lambda core, args, number=number: enter(number, args))
+    return phase
+
+
+def observe_dense(rank: Any, tokens: Tensor, targets: Tensor) -> int:
+    """Bytes that a dense GPT's forward keeps for backward, without its weights."""
+    with rank.record(memory=True) as recording:
+        model = build(deep_gpt, 0).to(rank.device)
+        gc.collect()
+        recording.mark("before")
+        _, loss = model(tokens, targets)
+        gc.collect()
+        recording.mark("after")
+        del loss
+    alive = recording.to_plain()["__recording__"]["alive_at"]
+    return alive["after"] - alive["before"]
+
+
+def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+    activations = observe_dense(rank, *batch)
+    with rank.record(memory=True) as recording:
+        model = build(deep_gpt, seed).to(rank.device)
+        watch(model, recording)
+        sharded = rank.submission.FullySharded(model, rank.group)
+        del model
+        gc.collect()
+        recording.mark("at rest")
+        sharded.eval()
+        with torch.no_grad():
+            sharded(*batch)
+        gc.collect()
+        recording.mark("evaluated")
+    with rank.record(memory=True) as step:
+        model = build(deep_gpt, seed).to(rank.device)
+        phase = watch(model, step)
+        sharded = rank.submission.FullySharded(model, rank.group)
+        optimizer = SGD(sharded.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        del model
+        gc.collect()
+        step.mark("forward")
+        _, loss = sharded(*batch)
+        gc.collect()
+        step.mark("between")
+        phase[0] = "again"
+        loss.backward()
+        del loss
+        gc.collect()
+        step.mark("after")
+    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
+    return {
+        "activations": activations,
+        "evaluation": recording,
+        "step": step,
+        "gradients": sum(g.numel() * g.element_size() for g in gradients),
+    }
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    batch = (trial.tokens(DEEP.vocab_size, 1, 2), trial.tokens(DEEP.vocab_size, 1, 2))
+    model, n = build(deep_gpt, 0), trial.num_ranks
+    block = bytes_of(model.transformer.h[0])
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    return SimpleNamespace(
+        results=trial.run(measure, trial.seed(), batch),
+        model=model,
+        num_blocks=DEEP.n_layer,
+        block=block,
+        outside=bytes_of(model) - DEEP.n_layer * block,
+        share=padded_bytes(model, n) // n + largest,
+    )
+
+
+RANKS = (2, 4, 3)
+
+
+def blocks(seen: Any, num_bytes: float) -> str:
+    """Bytes told in blocks, which is how the learner thinks of them."""
+    return f"{num_bytes:,.0f} bytes, {num_bytes / seen.block:.1f} of {seen.num_blocks} blocks"
+
+
+@check("FullySharded", world_sizes=RANKS)
+def only_shards_at_rest(trial: Trial) -> None:
+    """After the constructor, and after evaluation, a rank has its shards, P/n numbers, and no whole block."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        for when, told in (
+            ("at rest", "after the constructor"),
+            ("evaluated", "after a forward under no_grad"),
+        ):
+            alive = result["evaluation"].alive(when)
+            trial.require(
+                alive <= seen.share + 2 * seen.outside + SMALL,
+                f"{told} {blocks(seen, alive)} are alive on it: its share of the weights is {seen.share:,}",
+                help="Nothing may hold on to whole weights: not the given model, not a list, not a view.",
+                rank=r,
+                cause="whole weights are still there" if alive >= bytes_of(seen.model) else "",
+            )
+
+
+@check("FullySharded", world_sizes=RANKS)
+def blocks_are_freed_after_forward(trial: Trial) -> None:
+    """Between forward and backward no block is whole: what autograd keeps are activations."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        alive = result["step"].alive("between") - seen.share - result["activations"] - 2 * seen.outside
+        trial.require(
+            alive <= 1.5 * seen.block + SMALL,
+            f"after forward, besides its shards and the activations, {blocks(seen, alive)} are alive on it",
+            help="Autograd keeps the weights for backward, whoever else lets go: shrink their storage and "
+            "fill it again, or compute the block again in backward.",
+            rank=r,
+            cause="the weights were never freed" if alive > 0.6 * seen.num_blocks * seen.block else "",
+        )
+
+
+@check("FullySharded", world_sizes=RANKS)
+def never_more_than_two_blocks_forward(trial: Trial) -> None:
+    """While a block computes its forward, it is whole, and perhaps the next one: never more than two."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        recording = result["evaluation"]
+        at = {name: size for name, size in recording.alive_at.items() if name.startswith("forward ")}
+        most = max([*at.values(), 0]) - seen.share - 2 * seen.outside
+        trial.require(
+            most <= 3.2 * seen.block + SMALL,  # one that is gathered may stand in a buffer and in its tensors
+            f"while a block computes, besides the shards {blocks(seen, most)} are alive on it",
+            help="Gather a block right before it computes, and free it right after.",
+            rank=r,
+            cause="everything is gathered at once" if most > 0.6 * seen.num_blocks * seen.block else "",
+        )
+
+
+@check("FullySharded", world_sizes=RANKS)
+def never_more_than_two_blocks_backward(trial: Trial) -> None:
+    """While a block computes its backward, no more than two are whole, nor the gradients of more."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        at = result["step"].alive_at
+        for number in range(seen.num_blocks):
+            if f"backward {number}" not in at:
+                continue
+            activations = result["activations"] * (number + 2) / seen.num_blocks
+            alive = at[f"backward {number}"] - 2 * seen.share - activations - 4 * seen.outside
+            trial.require(
+                alive <= 5.5 * seen.block + SMALL,
+                f"in the backward of block {number}, besides shards and activations {blocks(seen, alive)} "
+                "are "
+                "alive on it: weights and gradients of two are four",
+                help="When backward enters a block, reduce and free the one that it comes from.",
+                rank=r,
+                cause="everything is gathered again at once" if number == seen.num_blocks - 1 else "",
+            )
+
+
+@check("FullySharded", world_sizes=RANKS)
+def only_shards_after_backward(trial: Trial) -> None:
+    """After backward a rank has its shards and their gradients, 2P/n numbers, and nothing else."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        alive = result["step"].alive("after") - 2 * seen.share - 2 * seen.outside
+        trial.require(
+            alive <= seen.block + SMALL,
+            f"after backward, besides shards and their gradients {blocks(seen, alive)} are alive on it",
+            help="Free the last block's weights and all whole gradients when backward is over.",
+            rank=r,
+        )
+        trial.require(
+            result["gradients"] <= seen.share,
+            f"the .grad of parameters() are {blocks(seen, result['gradients'])}: the share is "
+            f"{seen.share:,} bytes",
+            help="A shard's .grad has the shard's size.",
+            rank=r,
+        )
+
+
+@check("FullySharded", world_sizes=RANKS)
+def three_p_elements_travel(trial: Trial) -> None:
+    """A step gathers all blocks twice and reduce-scatters all gradients once: 3P elements."""
+    seen, n = trial.once(observe), trial.num_ranks
+    all_blocks = seen.num_blocks * seen.block
+    for r, result in enumerate(seen.results):
+        recorded = result["step"]
+        moments = ("forward", "between", "backward", "again")  # the constructor and "after" are no step
+        step = replace(recorded, events=[e for e in recorded.events if e.after.split(" ")[0] in moments])
+        sent = travelled(step, n)
+        trial.require(
+            sent.all_reduced <= 2 * seen.outside + SMALL,
+            f"{sent.all_reduced // 2:,} bytes of gradients were all-reduced",
+            help="A rank needs the mean of its share alone: reduce-scatter.",
+            rank=r,
+            cause="this is plain data parallelism's all-reduce, after which every rank has every mean",
+        )
+        trial.require(
+            sent.gathered + sent.others >= 1.9 * all_blocks - SMALL,
+            f"{sent.gathered + sent.others:,} bytes of weights were gathered in a step, and to gather "
+            "every block "
+            f"for forward and for backward takes {2 * all_blocks:,}",
+            help="Who frees a block after forward has to gather it again.",
+            rank=r,
+            cause="weights were kept from forward to backward" if sent.gathered else "nothing was gathered",
+        )
+        require_travelled(trial, r, step, seen.model, 3, extra=2 * seen.outside + seen.block // 2)

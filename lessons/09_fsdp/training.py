@@ -1,0 +1,144 @@
+"""Training as the checks do it: the same steps on the ranks and, for what is expected, in one process."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from grader.checks import Trial
+
+from .models import build, weights
+
+Batches = list[tuple[Tensor, Tensor]]
+PASSES = (1, 2, 1)
+"""Backward passes of each step: in the second one, gradients of two passes add up."""
+
+KINDS = ("SGD", "AdamW", "groups", "scheduled", "resumed")
+
+
+def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]], make: Callable[..., Optimizer]) -> Any:
+    """The optimizer of a kind of training; `make(params, optimizer_class, **settings)` builds it.
+
+    SGD shows a sum that should be a mean, which AdamW hides.
+    """
+    everything = [p for _, p in named]
+    if kind == "SGD":
+        return make(everything, SGD, lr=0.3, momentum=0.9)
+    if kind == "groups":
+        even, odd = everything[::2], everything[1::2]
+        return make(
+            [{"params": even, "lr": 0.1, "weight_decay": 0.2}, {"params": odd}], SGD, lr=0.4, momentum=0.5
+        )
+    return make(everything, AdamW, lr=0.02, eps=1e-3, weight_decay=0.1)
+
+
+def train(
+    module: nn.Module,
+    batches: Batches,
+    kind: str,
+    make: Callable[..., Optimizer],
+    after_backward: Callable[[int], None] = lambda passes_left: None,
+) -> None:
+    """The steps of one rank. `after_backward(how many passes of this step are still to come)`."""
+    named = list(module.named_parameters())
+    optimizer = make_optimizer(kind, named, make)
+    scheduler = StepLR(optimizer, 1, gamma=0.3) if kind == "scheduled" else None
+    turn = iter(batches)
+    for step, passes in enumerate(PASSES):
+        optimizer.zero_grad()
+        for left in reversed(range(passes)):
+            module(*next(turn))[1].backward()
+            after_backward(left)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        if kind == "resumed" and step == 1:
+            state = optimizer.state_dict()
+            optimizer = make_optimizer(kind, named, make)
+            optimizer.load_state_dict(state)
+
+
+def whole_batch(make_model: Any, seed: int, by_rank: list[Batches], kind: str, combine: Any) -> dict:
+    """The weights at the end of one process, which combines the gradients of all shares by a rule."""
+    model = build(make_model, seed).double()
+    turn = 0
+
+    class Combined(nn.Module):
+        """Called for each pass: its loss has the gradient that the rule makes of the shares' gradients."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            return model.named_parameters(*args, **kwargs)
+
+        def forward(self, *ignored: Any) -> tuple[None, Tensor]:
+            nonlocal turn
+            losses = [model(*batches[turn])[1] for batches in by_rank]
+            turn += 1
+            return None, combine(losses)
+
+    train(Combined(), by_rank[0], kind, lambda params, optimizer_class, **k: optimizer_class(params, **k))
+    return weights(model)
+
+
+def mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).mean()
+
+
+def other_rules(n: int) -> dict[str, Any]:
+    """Wrong rules by the sentence that tells them; a list has one rule for each rank."""
+    return {
+        "it was trained on the sum of the ranks' gradients: divide by the number of ranks": lambda losses: (
+            torch.stack(losses).sum()
+        ),
+        "it was trained on the mean divided by the number of ranks once more": lambda losses: (
+            torch.stack(losses).mean() / n
+        ),
+        "each rank was trained on its own gradient: nothing was reduced": [
+            lambda losses, r=r: losses[r] for r in range(n)
+        ],
+        "every rank was trained on rank 0's gradient": lambda losses: losses[0],
+    }
+
+
+def expected_weights(trial: Trial, make_model: Any, seed: int, by_rank: list[Batches], kind: str) -> Any:
+    """What one process comes to, and what wrong rules come to."""
+    rules = other_rules(trial.num_ranks) if trial.num_ranks > 1 and kind in ("SGD", "groups") else {}
+    others = {}
+    for told, rule in rules.items():
+        each = rule if isinstance(rule, list) else [rule]
+        others[told] = [whole_batch(make_model, seed, by_rank, kind, one) for one in each]
+    return SimpleNamespace(
+        right=whole_batch(make_model, seed, by_rank, kind, mean),
+        others=others,
+        start=weights(build(make_model, seed).double()),
+    )
+
+
+def require_weights(
+    trial: Trial, ends: list[dict], expected: Any, kind: str, help: str, names: list[str] | None = None
+) -> None:
+    """The weights of every rank at the end are those of one process."""
+    n = trial.num_ranks
+    for name in names or expected.right:
+        for r, end in enumerate(ends):
+            trial.require(name in end, f"there is no weight {name}", rank=r, help=help)
+        alternatives = {
+            told: [each[name] for each in (ends_by_rank if len(ends_by_rank) > 1 else ends_by_rank * n)]
+            for told, ends_by_rank in expected.others.items()
+        }
+        if not torch.equal(expected.start[name], expected.right[name]):
+            alternatives["it is still what it was before training"] = expected.start[name]
+        trial.close(
+            f"{name} after {len(PASSES)} steps of {kind}",
+            [end[name] for end in ends],
+            expected.right[name],
+            alternatives=alternatives,
+            help=help,
+        )
