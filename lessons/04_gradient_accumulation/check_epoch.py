@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from grader.checks import Trial, check, exercise
+from grader.explain import is_close
 from nanogpt.model import GPT, GPTConfig
 
 from .models import build, counted
@@ -121,7 +122,7 @@ def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float,
     )
     batches = []
     for i in range(num_microbatches):
-        rows, length = (3, 9) if even else (trial.integer(1, 4), trial.integer(5, 12))
+        rows, length = (3, 9) if even else ((1, 3, 2)[i % 3], trial.integer(8, 11) + i % 2)
         inputs, targets = (trial.tokens(config.vocab_size, rows, length) for _ in range(2))
         if not even:
             share = 0.1 if i % 2 else 0.8  # few count in every other one
@@ -217,11 +218,14 @@ def require_count(trial: Trial, seen: SimpleNamespace, help: str) -> None:
 
 def require_gradients(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     """What stood in `.grad` at each step."""
-    wrong = {text: epochs(seen.case, seen.num_epochs, slip).gradients for text, slip in SLIPS.items()}
-    for i, expected in enumerate(seen.expected.gradients[: len(seen.result["steps"])]):
+    pairs = list(zip(seen.result["steps"], seen.expected.gradients, strict=False))
+    right = all(is_close(step["gradient"], expected) for step, expected in pairs)
+    slips = {} if right else SLIPS  # they take time to compute
+    wrong = {text: epochs(seen.case, seen.num_epochs, slip).gradients for text, slip in slips.items()}
+    for i, (step, expected) in enumerate(pairs):
         trial.close(
             f"{told(seen.case)}: the gradient at step {i + 1}",
-            seen.result["steps"][i]["gradient"],
+            step["gradient"],
             expected,
             alternatives={text: gradients[i] for text, gradients in wrong.items()},
             factors={"accumulate": float(seen.case.accumulate)},
@@ -274,11 +278,17 @@ def counted_targets_weigh_the_same(trial: Trial) -> None:
 def losses_are_the_means_of_the_steps(trial: Trial) -> None:
     """The epoch returns one loss for each step: the mean over the counted targets of its group."""
     for seen in (trial.once(observe_even), trial.once(observe_uneven)):
-        wrong = {text: epochs(seen.case, slip=slip).losses[0] for text, slip in SLIPS.items()}
+        given, expected = (
+            torch.tensor(losses[0], dtype=torch.float64)
+            for losses in (seen.result["losses"], seen.expected.losses)
+        )
+        slips = {} if is_close(given, expected, rtol=3e-5) else SLIPS
+        wrong = {text: epochs(seen.case, slip=slip).losses[0] for text, slip in slips.items()}
         trial.close(
             f"{told(seen.case)}: the losses",
-            torch.tensor(seen.result["losses"][0]),
-            torch.tensor(seen.expected.losses[0], dtype=torch.float64),
+            given,
+            expected,
+            rtol=3e-5,
             alternatives={text: torch.tensor(losses) for text, losses in wrong.items()},
             factors={"accumulate": float(seen.case.accumulate)},
             help="One number a step, weighed as the gradient is.",

@@ -116,10 +116,12 @@ def ask_between(trial: Trial) -> Answers:
         for recipe in STATES
         for dropout in (0.0, 0.1)
     ]
+    heavy = draw(trial, n_layer=3, n_head=5, n_embd=55)  # two bytes a parameter are several sequences
+    memory = needed(heavy, 20, "mixed_fp32_gradients", 5)
+    calls += [(heavy, memory, recipe, 5) for recipe in STATES]
     config, memory, recipe, length = asking(trial, draw(trial), "mixed", 20, half)
     calls += [(config, memory, recipe, length), (config, memory, recipe, length - 2)]
     calls += [
-        (config, memory, "mixed_fp32_gradients", length),
         (replace(config, n_layer=config.n_layer + 1), memory, recipe, length),
         (replace(config, dropout=0.1 - config.dropout), memory, recipe, length),
         (replace(config, vocab_size=config.vocab_size + 50), 2 * memory, recipe, length),

@@ -25,29 +25,34 @@ ROWS = 32
 
 
 def peaks(
-    rank: Any, config: dict[str, Any], seed: int, inputs: Tensor, targets: Tensor, counts: tuple[int, ...]
-) -> list[Any]:
-    """The probe: recordings of one pass in the plainest way, and of the learner's function."""
-    recordings = []
-    for k in (1, *counts):
-        model = build(GPTConfig(**config), seed).to(rank.device)
-        with rank.record(memory=True) as recording:
-            if not recordings:
-                logits, loss = model(inputs, targets)
-                loss.backward()
-                del logits, loss
-            else:
-                rank.submission.accumulate_gradients(model, inputs, targets, k)
-        recordings.append(recording)
-    return recordings
+    rank: Any, cases: list[tuple[dict[str, Any], int, Tensor, Tensor, tuple[int, ...]]]
+) -> list[list[Any]]:
+    """The probe: for each model, recordings of one pass, the plainest way, and of the learner's function."""
+    results = []
+    for config, seed, inputs, targets, counts in cases:
+        recordings = []
+        for k in (1, *counts):
+            model = build(GPTConfig(**config), seed).to(rank.device)
+            with rank.record(memory=True) as recording:
+                if not recordings:
+                    logits, loss = model(inputs, targets)
+                    loss.backward()
+                    del logits, loss
+                else:
+                    rank.submission.accumulate_gradients(model, inputs, targets, k)
+            recordings.append(recording)
+        results.append(recordings)
+    return results
 
 
 def observe_peaks(trial: Trial) -> list[SimpleNamespace]:
     """For each model and each number of micro-batches: bytes at the peak, beside those of one pass."""
-    seen = []
+    seen, cases = [], []
     for name, config in CONFIGS.items():
-        inputs, targets = (trial.tokens(config.vocab_size, ROWS, config.block_size) for _ in range(2))
-        recordings = trial.run(peaks, vars(config), trial.seed(), inputs, targets, COUNTS[name])[0]
+        tokens = [trial.tokens(config.vocab_size, ROWS, config.block_size) for _ in range(2)]
+        cases.append((vars(config), trial.seed(), *tokens, COUNTS[name]))
+    found = trial.run(peaks, cases)[0]
+    for (name, config), recordings in zip(CONFIGS.items(), found, strict=True):
         gradients = sum(p.numel() * 4 for p in build(config, 0).parameters())
         one_pass = recordings[0].peak_bytes - gradients
         for k, recording in zip(COUNTS[name], recordings[1:], strict=True):
