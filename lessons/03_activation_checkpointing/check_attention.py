@@ -1,6 +1,7 @@
 """Checks of `recompute_attention`: the core of attention is computed again, and nothing else."""
 
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
-from .models import STATE_BYTES, build, gpt, gradients
+from .models import STATE_BYTES, build, close_by_name, forgetful, gpt, gradients
 
 exercise(
     "recompute_attention",
@@ -46,15 +47,18 @@ class KeepsItsInputs(nn.Module):
 def step(rank: Any, how: str, plain: bool, sizes: dict, seed: int, idx: Tensor, targets: Tensor) -> dict:
     """One pass of a GPT, with plain attention or with the fused kernel."""
     model = build(lambda: gpt(GPTConfig(**sizes), plain), seed, rank.device)
-    before, changed = list(model.parameters()), model
+    before, changed = dict(model.named_parameters()), model
     if how == "mine":
         changed = rank.submission.recompute_attention(model)
+    elif how == "another mask":
+        for block in model.transformer.h:
+            block.attn.core.forward = partial(forgetful, False, block.attn.core.forward)
     elif how == "ideal":
         for block in model.transformer.h:
             block.attn.core = KeepsItsInputs()
     is_gpt = isinstance(changed, GPT)
     after = list(changed.parameters()) if is_gpt else []
-    same = {id(p) for p in before} == {id(p) for p in after} and len(before) == len(after)
+    same = {id(p) for p in before.values()} == {id(p) for p in after} and len(before) == len(after)
     result = {"same model": changed is model, "same parameters": same}
     if not is_gpt:
         return result
@@ -63,7 +67,7 @@ def step(rank: Any, how: str, plain: bool, sizes: dict, seed: int, idx: Tensor, 
         recording.mark("after the forward")
         loss.backward()
     result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
-    return result | {"gradients": gradients(model), "drawn": torch.rand(4, device=rank.device)}
+    return result | {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -91,6 +95,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     }
     return SimpleNamespace(
         runs={kind: (run("mine", *how), run("plain", *how)) for kind, how in kinds.items()},
+        other=lambda kind: run("another mask", *kinds[kind])["gradients"],
         ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0]},
         config=config,
         product=2 * b * s * s * config.n_embd,
@@ -129,13 +134,15 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
                 plain[name],
                 help="The core computes what it did: causal, scaled by the root of d, with dropout.",
             )
-        for name, expected in plain["gradients"].items():
-            trial.close(
-                f"the gradient of {name}, {kind},",
-                mine["gradients"][name],
-                expected,
-                help="The second run of the core needs the q, k, v and the dropout mask of the first.",
-            )
+        expected = plain["gradients"]
+        close_by_name(
+            trial,
+            {name: f"the gradient of {name}, {kind}," for name in expected},
+            mine["gradients"],
+            expected,
+            {"the second run drew another dropout mask": partial(seen.other, kind)},
+            "The second run of the core needs the q, k, v and the dropout mask of the first.",
+        )
         help = "The second run must leave the random state as it finds it."
         trial.close(f"a random number drawn after {kind}", mine["drawn"], plain["drawn"], help=help)
 
@@ -184,7 +191,7 @@ def scores_do_not_stay_alive(trial: Trial) -> None:
             alive <= expected + slack,
             f"{kind}: {alive:,} bytes are alive after the forward, {alive - expected:,} too many; "
             f"without recomputation it is {without:,}",
-            help="Of the core, keep q, k and v, which are views of c_attn's output: copies of them, "
-            "probabilities and masks go.",
+            help="Of the core, keep q, k and v, which are views of c_attn's output, and no copy of one "
+            "beside it. Scores, probabilities and masks go.",
             cause="nothing is saved" if alive >= without - slack else "",
         )

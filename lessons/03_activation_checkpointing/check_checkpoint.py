@@ -1,6 +1,7 @@
 """Checks of `checkpoint`: what it computes, what it keeps, how often it calls the function."""
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,17 @@ from torch import Tensor, nn
 
 from grader.checks import Trial, check, exercise
 
-from .models import STATE_BYTES, Layers, build, checkpoint_of, describe_call, gradients
+from .models import (
+    ANOTHER_MASK,
+    STATE_BYTES,
+    STATE_KEPT,
+    Layers,
+    build,
+    checkpoint_of,
+    close_by_name,
+    describe_call,
+    gradients,
+)
 
 exercise(
     "checkpoint",
@@ -48,6 +59,8 @@ def chain(rank: Any, how: str, seed: int, a: Tensor, upstream: Tensor) -> dict:
     x = a.requires_grad_() * 2  # not a leaf: its own graph must be gone through once
     with rank.record(memory=True) as recording:
         y = checkpoint(first, x)
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            peek = torch.rand(4, device=rank.device)
         y = checkpoint(second, y)
         y = checkpoint(first, y)
         recording.mark("after the forward")
@@ -67,6 +80,7 @@ def chain(rank: Any, how: str, seed: int, a: Tensor, upstream: Tensor) -> dict:
         "called": [called, [len(first.calls), len(second.calls)]],
         "by_torch": any(call["by_torch"] for call in first.calls + second.calls),
         "drawn": drawn,
+        "peek": peek,
         "recording": recording,
     }
 
@@ -75,10 +89,16 @@ def observe_chain(trial: Trial) -> SimpleNamespace:
     shape = trial.integer(12, 18), trial.integer(20, 30), trial.integer(33, 41)
     inputs = trial.seed(), trial.normal(*shape), trial.normal(*shape)
     seeds = [trial.seed()]
-    mine, plain, other = (
-        trial.run(chain, how, *inputs, seeds=seeds)[0] for how in ("mine", "plain", "another mask")
-    )
-    return SimpleNamespace(mine=mine, plain=plain, other=other, num_bytes=4 * shape[0] * shape[1] * shape[2])
+    run = partial(trial.run, chain, seeds=seeds)
+    mine, plain = (run(how, *inputs)[0] for how in ("mine", "plain"))
+    others = {
+        f"the second call drew another dropout mask{', each time the same' * (how == STATE_KEPT)}": partial(
+            lambda how: run(how, *inputs)[0]["gradients"], how
+        )
+        for how in ANOTHER_MASK
+    }
+    num_bytes = 4 * shape[0] * shape[1] * shape[2]
+    return SimpleNamespace(mine=mine, plain=plain, others=others, num_bytes=num_bytes)
 
 
 @check("checkpoint")
@@ -93,17 +113,11 @@ def output_is_the_functions(trial: Trial) -> None:
 def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     """Gradients of inputs and weights are those of function(*inputs), with dropout in it."""
     seen = trial.once(observe_chain)
-    for name, expected in seen.plain["gradients"].items():
-        trial.close(
-            name,
-            seen.mine["gradients"][name],
-            expected,
-            alternatives={
-                "the second call drew another dropout mask": seen.other["gradients"][name],
-                "it counts twice: is backward run through the same part of the graph twice?": 2 * expected,
-            },
-            help=HELP_MASK + " Gradients end at the inputs: in an autograd.Function, detach them first.",
-        )
+    expected = seen.plain["gradients"]
+    twice = "it counts twice: is backward run through the same part of the graph twice?"
+    slips = {**seen.others, twice: lambda: {name: 2 * gradient for name, gradient in expected.items()}}
+    help = HELP_MASK + " Gradients end at the inputs: in an autograd.Function, detach them first."
+    close_by_name(trial, {name: name for name in expected}, seen.mine["gradients"], expected, slips, help)
 
 
 @check("checkpoint")
@@ -115,13 +129,7 @@ def random_state_is_as_without(trial: Trial) -> None:
             f"a random number drawn {when}",
             seen.mine["drawn"][when],
             expected,
-            alternatives={
-                "backward left the random state where it had set it: the same numbers come again": seen.plain[
-                    "drawn"
-                ]["between forward and backward"]
-            }
-            if when == "after backward"
-            else {},
+            alternatives={"backward ended in the random state of its second call": seen.plain["peek"]},
             help="Put the state of now aside before the second call, and set it again after it: "
             "torch.random.fork_rng() does both.",
         )
@@ -287,11 +295,15 @@ def all_kinds(rank: Any, how: str, seed: int, tensors: dict[str, Tensor]) -> dic
     """A checkpoint of numbers, words, None, tensors of all dtypes, and the same tensor twice."""
     module = build(Mixed, seed, rank.device)
     a, z, fixed = tensors["x"].requires_grad_(), tensors["z"].requires_grad_(), tensors["fixed"]
-    x = a * 1.5
-    inputs = (x, 2, None, "double", tensors["rows"], fixed, z, tensors["mask"], {"shift": [0.5]}, x)
+    other = a.detach().clone().requires_grad_()  # to tell what each of the two places passes back
+    x, same = a * 1.5, (other if how == "plain" else a) * 1.5
+    inputs = (x, 2, None, "double", tensors["rows"], fixed, z, tensors["mask"], {"shift": [0.5]}, same)
+    if how != "plain":
+        inputs = (*inputs[:-1], x)
     y = checkpoint_of(rank, how)(module, *inputs)
     y.backward(tensors["upstream"])
     gradient = {"x": a.grad, "z": z.grad, "the weight": module.weight.grad, "a tensor without": fixed.grad}
+    gradient["the last input"] = other.grad
     return {"output": y.detach().clone(), "gradients": gradient, "seen": module.seen}
 
 
@@ -317,13 +329,12 @@ def inputs_are_of_any_kind(trial: Trial) -> None:
     trial.require(
         mine["gradients"]["a tensor without"] is None, "a tensor that needs no gradient has one afterwards"
     )
-    for name in ("x", "z", "the weight"):
-        trial.close(
-            f"the gradient of {name}",
-            mine["gradients"][name],
-            plain["gradients"][name],
-            help="x comes in twice: what both places pass back adds up.",
-        )
+    first, last = (plain["gradients"][name] for name in ("x", "the last input"))
+    places = {"that of its first place alone": first, "that of its last place alone": last}
+    help = "x comes in twice: what both places pass back adds up. Return a gradient for every input."
+    trial.close("the gradient of x", mine["gradients"]["x"], first + last, alternatives=places, help=help)
+    for name in ("z", "the weight"):
+        trial.close(f"the gradient of {name}", mine["gradients"][name], plain["gradients"][name], help=help)
 
 
 # --- autocast, and generators ---

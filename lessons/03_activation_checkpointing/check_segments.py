@@ -41,6 +41,10 @@ def ask(trial: Trial) -> Answers:
         (12, 1, 100),
     ]
     calls += [(trial.integer(2, 60), trial.integer(1, 40), trial.integer(1, 400)) for _ in range(60)]
+    calls += [
+        (k * (k + 1), c, c) for k in range(1, 7) for c in (trial.integer(1, 90),)
+    ]  # k and k+1 are equal
+    calls += [(trial.integer(2, 30), 0, 0)]
     calls += [(n, 2**20 * trial.integer(20, 70), 2**20 * trial.integer(1, 9)) for n in (12, 24, 48, 96)]
     return Answers(trial, "best_segment_length", calls, truth)
 
@@ -63,20 +67,21 @@ def slips(n: int, block: int, boundary: int) -> dict[str, float]:
         "the last groups are forgotten: n/k is rounded down where it does not divide": first_of(
             n, every, lambda k: n // k * boundary + k * block
         ),
-        "n/k is not rounded at all: a group that is shorter has an input too": first_of(
+        "n/k is not rounded up: the group that is shorter has an input too": first_of(
             n, every, lambda k: n / k * boundary + k * block
         ),
         "only lengths that divide num_blocks were tried": first_of(
             n, [k for k in every if n % k == 0], lambda k: most_bytes(n, block, boundary, k)
         ),
-        "block and boundary change places": first_of(n, every, lambda k: -(-n // k) * block + k * boundary),
+        "this is the number of groups, or block and boundary have changed places": first_of(
+            n, every, lambda k: -(-n // k) * block + k * boundary
+        ),
         "this is the square root of num_blocks: right where a block keeps as much as a boundary": round(
             math.sqrt(n)
         ),
         "the best real number, rounded: the bytes are a staircase, so try the whole numbers": min(
             max(round(root), 1), n
         ),
-        "this is the number of groups, not their length": -(-n // truth(n, block, boundary)),
     }
 
 

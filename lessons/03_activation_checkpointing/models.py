@@ -2,12 +2,16 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from grader.checks import Trial
+from grader.explain import is_close
 from nanogpt.model import GPT, GPTConfig, PlainAttention
 
 STATE_BYTES = 12_000
@@ -40,13 +44,46 @@ def describe_call(device: str) -> dict[str, Any]:
 
 def checkpoint_of(rank: Any, how: str) -> Callable[..., Tensor]:
     """The submission's `checkpoint`, or what a probe compares it with."""
-    ways = {
-        "plain": lambda function, *inputs: function(*inputs),
-        "another mask": lambda function, *inputs: torch_checkpoint(
-            function, *inputs, use_reentrant=False, preserve_rng_state=False
-        ),
-    }
+    ways = {"plain": lambda function, *inputs: function(*inputs)}
+    ways |= {told: partial(forgetful, told == STATE_KEPT) for told in ANOTHER_MASK}
     return ways.get(how) or rank.submission.checkpoint
+
+
+STATE_KEPT = "another mask, state kept"
+ANOTHER_MASK = ("another mask", STATE_KEPT)
+"""What probes call checkpoints whose second call draws random numbers of its own."""
+
+
+def forgetful(keep_state: bool, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """A checkpoint that does not set the random state back, to tell what that slip looks like."""
+    contexts = (
+        nullcontext(),
+        torch.random.fork_rng(range(torch.cuda.device_count())) if keep_state else nullcontext(),
+    )
+    return torch_checkpoint(
+        function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
+    )
+
+
+def close_by_name(
+    trial: Trial,
+    names: dict[str, str],
+    actual: dict[str, Tensor | None],
+    expected: dict[str, Tensor],
+    slips: dict[str, Callable[[], dict[str, Tensor]]],
+    help: str,
+) -> None:
+    """Require tensors to be equal. `slips` compute those of known mistakes, once one differs.
+
+    Args:
+        names: name of a tensor → how the learner reads it.
+    """
+    given = {name: actual[name] for name in names}
+    if not all(isinstance(g, Tensor) and is_close(g, expected[name]) for name, g in given.items()):
+        known = {told: compute() for told, compute in slips.items()}
+        for name, told in names.items():
+            alternatives = {cause: tensors[name] for cause, tensors in known.items()}
+            trial.close(told, given[name], expected[name], alternatives=alternatives, help=help)
 
 
 def build(make: Callable[[], Any], seed: int, device: torch.device) -> Any:
@@ -55,9 +92,10 @@ def build(make: Callable[[], Any], seed: int, device: torch.device) -> Any:
     return make().to(device)
 
 
-def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Clones of all gradients by name; None where there is none."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+def gradients(module: nn.Module | dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Clones of all gradients by name; None where there is none. A model whose names may change is a dict."""
+    named = module if isinstance(module, dict) else dict(module.named_parameters())
+    return {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
 
 
 def gpt(config: GPTConfig, plain_attention: bool) -> GPT:
