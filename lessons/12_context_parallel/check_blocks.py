@@ -18,8 +18,8 @@ exercise(
         "Scores, a mask, softmax, the product with v; and torch.logsumexp of the same scores.",
         "torch.ones(s_q, s_k).tril(causal_offset) is where j <= i + causal_offset.",
         "Where a query sees nothing, its scores are all -inf, and -inf - -inf is NaN. Take 0 as the largest "
-        "score there, and 1 as the sum of exponentials; then put in 0 and -inf. logsumexp would be right in "
-        "the forward and NaN in the backward.",
+        "score there, and 1 as the sum of exponentials; then put in 0 and -inf. An added mask and logsumexp "
+        "are right in the forward, and NaN in the backward.",
     ),
 )
 

@@ -81,6 +81,7 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
     before = torch.cat([F.pad(t[:, 1:], (0, 1), value=-1) for t in tokens.chunk(n, 1)], 1)
     part = tokens.size(1) // n
     before[:, part - 1 :: part] = tokens[:, ::part]
+    before[:, -1] = -1
     return {
         "no position at the end of a rank's part predicts anything": lost.sum() / kept.sum(),
         "the last position of each part predicts nothing, and is counted": lost.sum() / counted.sum(),

@@ -161,7 +161,7 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
     """A recorded pass over the first targets, one of half the loss over the second, one over the third."""
     model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
     before = [x.clone() for x in (idx, *all_targets)]
-    with rank.record() as recording, Watch(sizes["length"]) as watch:
+    with rank.record() as recording, Watch(sizes["length"], dims=3) as watch:
         loss = model(idx, all_targets[0])[1]
         forward, watch.long = watch.long, ""
         recording.mark(BACKWARD)
@@ -230,7 +230,7 @@ def require_gradients(trial: Trial, key: str, expected: dict[str, Tensor], other
         found = [r[key].get(name) for r in seen.results]
         what = f"the gradient of {name}" + (" after two passes" if key == "both" else "")
         present = [g for g in found if isinstance(g, Tensor) and g.shape == right.shape]
-        if n > 1 and len(present) == n and not all(is_close(g, right) for g in present):
+        if n > 1 and len(present) == n and not all(is_close(g, present[0]) for g in present):
             total = torch.stack([g.double() for g in present]).sum(0)
             trial.require(
                 not is_close(total.float(), right.float(), 1e-4),

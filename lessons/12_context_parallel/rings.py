@@ -121,9 +121,9 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
     ) % n  # whose block it is taken for, when the ring is thought to go the other way
     first = torch.tensor([int(w[0]) for w in seen.where])
     masks = {
-        "the causal mask is by local positions, in every block": locally,
         "the causal mask is by local positions, in every block that is not of a later rank": locally
         & (theirs <= mine),
+        "the causal mask is by local positions, in every block": locally,
         "nothing is masked": torch.ones(length, length, dtype=torch.bool),
         "each rank attended to its own block alone": (mine == theirs) & causal(length),
         "blocks of earlier ranks are seen, the own one is not masked": theirs <= mine,
@@ -135,10 +135,11 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
     }
     wrong = {cause: attention(q, k, v, mask)[0] for cause, mask in masks.items()}
     wrong["scores are not divided by sqrt(d)"] = attention(q, k, v, causal(length), q.size(-1) ** 0.5)[0]
-    blocks = [attention(q, k[:, :, w], v[:, :, w], causal(length)[:, w])[0] for w in seen.where]
-    wrong["the blocks' outputs are added, without rescaling"] = sum(blocks)
-    visible = (first.unsqueeze(0) <= torch.arange(length).unsqueeze(1)).sum(1)
-    wrong["the blocks' outputs are averaged, without rescaling"] = sum(blocks) / visible.view(-1, 1)
+    for told, blocks in (("blocks", seen.where), ("chunks", torch.arange(length).split(seen.chunk))):
+        found = [attention(q, k[:, :, w], v[:, :, w], causal(length)[:, w])[0] for w in blocks]
+        visible = sum((w[0] <= torch.arange(length)).long() for w in blocks)
+        wrong[f"the {told}' outputs are added, without rescaling"] = sum(found)
+        wrong[f"the {told}' outputs are averaged, without rescaling"] = sum(found) / visible.view(-1, 1)
     return {cause: by_parts(seen, whole) for cause, whole in wrong.items()}
 
 

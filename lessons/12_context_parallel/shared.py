@@ -78,9 +78,10 @@ def causal(length: int) -> Tensor:
 class Watch(TorchDispatchMode):
     """On a rank: looks for tensors as long as the sequence, and at what comes first, product or message."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, dims: int = 2) -> None:
         super().__init__()
         self.length = length
+        self.dims = dims
         self.long = ""
         self.order: list[str] = []
 
@@ -91,15 +92,16 @@ class Watch(TorchDispatchMode):
         elif func._opname in PRODUCTS or "attention" in func._opname:
             self.order.append("product")
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not self.long and is_long(tensor, self.length):
+            if isinstance(tensor, Tensor) and not self.long and is_long(tensor, self.length, self.dims):
                 self.long = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
         return result
 
 
-def is_long(tensor: Tensor, length: int) -> bool:
-    """Whether a matrix, or more, has a dimension of this size. Tokens and positions may."""
-    matrix = tensor.dim() >= 2 and length in tensor.shape
-    return matrix and (tensor.is_floating_point() or tensor.dtype == torch.bool)
+def is_long(tensor: Tensor, length: int, dims: int) -> bool:
+    """Whether numbers in so many dimensions have one of this size, or a mask has two. Tokens may be long."""
+    if tensor.dtype == torch.bool:
+        return list(tensor.shape).count(length) >= 2
+    return tensor.is_floating_point() and tensor.dim() >= dims and length in tensor.shape
 
 
 def nothing_is_long(trial: Trial, found: str, length: int, rank: int) -> None:
