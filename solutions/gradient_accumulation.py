@@ -51,10 +51,10 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
 
 
 def largest_microbatch(config: GPTConfig, memory_bytes: int, recipe: str, sequence_length: int) -> int:
-    """The most sequences whose forward and backward fit, by the formulas of lesson 01.
+    """The most sequences of a micro-batch that fit, by the formulas of lesson 01; 0 where one does not.
 
-    Model states of the recipe (`fp32`, `mixed`, `mixed_fp32_gradients`) and fp32 activations together
-    are at most `memory_bytes`. 0 where one sequence does not fit.
+    A micro-batch fits when the model states of the recipe (`fp32`, `mixed`, `mixed_fp32_gradients`) and
+    what its forward keeps, in fp32, together need at most `memory_bytes`.
     """
     # answer: about 6 lines
     states = model_state_bytes(count_parameters(config)["total"], recipe)["total"]
