@@ -1,0 +1,141 @@
+"""What a rank keeps of a block, counted."""
+
+from grader.checks import Trial, check, exercise
+from nanogpt.model import GPTConfig
+
+exercise(
+    "block_activation_bytes",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "Go along one block and ask of each operation what its backward needs: a norm its input and two "
+        "numbers a "
+        "token; a linear layer its input; a GELU its input; a dropout its mask.",
+        "Between c_attn and c_proj, and between c_fc and c_proj, everything has 1/n of the features, in "
+        "all three "
+        "schemes. What differs is what has all features: (b, s, h) or (b, s/n, h).",
+        "In fp32 without dropout, in units of the whole stream S = 4·b·s·h: tensor parallel 4 + 12/n, "
+        "sequence "
+        "parallel 2 + 14/n, gathered again 16/n; and small terms for norms and the log-sum-exp. Dropout: two "
+        "masks, and the core of lesson 01 that keeps (s, s) matrices.",
+    ),
+)
+
+SCHEMES = ("tensor_parallel", "sequence_parallel", "gather_again")
+
+
+def expected_bytes(config: GPTConfig, b: int, s: int, n: int, scheme: str) -> int:
+    """One block's bytes on one rank, in numbers of four bytes: term by term."""
+    h, a = config.n_embd, config.n_head
+    stream_tokens = b * s if scheme == "tensor_parallel" else b * s // n
+    read_tokens = b * s // n if scheme == "gather_again" else b * s
+    numbers = 2 * (stream_tokens * h + 2 * stream_tokens)  # norms
+    numbers += 2 * read_tokens * h  # what c_attn and c_fc read
+    numbers += (4 + 8) * b * s * h // n  # q, k, v, out; GELU's input and output
+    if config.dropout:
+        numbers += 2 * stream_tokens * h + 3 * b * a * s * s // n
+    else:
+        numbers += b * a * s // n
+    return 4 * numbers
+
+
+def bytes_probe(rank, cases: list) -> list:
+    return [rank.submission.block_activation_bytes(GPTConfig(**config), *rest) for config, *rest in cases]
+
+
+def drawn_cases(trial: Trial, dropout: float) -> list[tuple]:
+    cases = []
+    for n in (1, 2, 3, 4, 8):
+        a = 2 * n * trial.integer(1, 2)
+        config = {
+            "block_size": 2048,
+            "vocab_size": 64,
+            "n_layer": trial.integer(1, 3),
+            "n_head": a,
+            "n_embd": a * trial.choice([8, 24]),
+            "dropout": dropout,
+            "bias": trial.choice([True, False]),
+        }
+        shape = (trial.integer(2, 5), n * trial.integer(3, 40))
+        cases += [(config, *shape, n, scheme) for scheme in SCHEMES]
+    return cases
+
+
+def compare_cases(trial: Trial, cases: list[tuple], help: str) -> None:
+    (answers,) = trial.run(bytes_probe, cases)
+    for (config, b, s, n, scheme), answer in zip(cases, answers, strict=True):
+        config = GPTConfig(**config)
+        expected = expected_bytes(config, b, s, n, scheme)
+        if answer == expected:
+            continue
+        told = (
+            f"b={b}, s={s}, h={config.n_embd}, a={config.n_head}, n={n}, dropout={config.dropout}, {scheme!r}"
+        )
+        got = f"{answer:,}" if isinstance(answer, int | float) else repr(answer)
+        trial.wrong(
+            f"{told}: expected {expected:,} bytes, got {got}",
+            help=help,
+            cause=likely(config, b, s, n, scheme, answer),
+        )
+
+
+def likely(config: GPTConfig, b: int, s: int, n: int, scheme: str, answer: object) -> str:
+    """What the answer would have been right for."""
+    if not isinstance(answer, int | float):
+        return ""
+    right = expected_bytes(config, b, s, n, scheme)
+    for other in SCHEMES:
+        if other != scheme and answer == expected_bytes(config, b, s, n, other):
+            return f"that is what {other!r} keeps"
+    if answer == expected_bytes(config, b, s, 1, scheme):
+        return "that is the dense block: nothing is divided by the number of ranks"
+    if answer * config.n_layer and answer == config.n_layer * right:
+        return "that is all blocks: one is asked for"
+    stream = 4 * b * s * config.n_embd
+    for share, size in (("b·s·h", stream), ("b·s·h/n", stream // n)):
+        count = (answer - right) / size
+        if count == int(count) and 0 < abs(count) <= 8:
+            return f"{abs(int(count))} tensors of {share} too {'many' if count > 0 else 'few'}"
+    return "twice as much: fp32 has 4 bytes" if answer == 2 * right else ""
+
+
+@check("block_activation_bytes")
+def bytes_without_dropout(trial: Trial) -> None:
+    """Without dropout: what each of the three schemes keeps, to the byte, for n from 1 to 8."""
+    compare_cases(
+        trial,
+        drawn_cases(trial, 0.0),
+        "Count by hand for one block: norms, what c_attn and c_fc read, q, k, v, out, log-sum-exp, and "
+        "the MLP.",
+    )
+
+
+@check("block_activation_bytes")
+def bytes_with_dropout(trial: Trial) -> None:
+    """With dropout: two masks of the stream, and the attention core that keeps its matrices, by heads."""
+    compare_cases(
+        trial,
+        drawn_cases(trial, trial.choice([0.1, 0.5])),
+        "A mask has the tokens of the stream. The core keeps scaled q and k, v, out, and three (b, a/n, "
+        "s, s).",
+    )
+
+
+def word_probe(rank, config: dict) -> str:
+    try:
+        rank.submission.block_activation_bytes(GPTConfig(**config), 2, 8, 2, "ring")
+    except ValueError:
+        return "ValueError"
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
+
+
+@check("block_activation_bytes")
+def another_word_is_refused(trial: Trial) -> None:
+    """Another scheme's name is a ValueError."""
+    config = {"block_size": 8, "vocab_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8}
+    (came,) = trial.run(word_probe, config)
+    trial.require(came == "ValueError", f"scheme='ring': expected a ValueError, got {came}")
