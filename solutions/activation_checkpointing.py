@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -209,7 +210,8 @@ def watched_forward(blocks: nn.ModuleList, x: Tensor, sizes: Tensor) -> Tensor:
     # answer: fewer lines than the broken program
     for i, block in enumerate(blocks):
         sizes[i].lerp_(x.detach().abs().mean(), 0.1)
-        x = torch_checkpoint(block, x, use_reentrant=False)
+        with record_function(f"block {i}"):  # for the profiler
+            x = torch_checkpoint(block, x, use_reentrant=False) if block.training else block(x)
     return x
     # end of answer
 
