@@ -263,7 +263,7 @@ class Flat:
             # Through .data, autograd does not take a gathering for a change of what it kept.
             whole = flat.data[start:end].view(parameter.shape)
             self.wholes.append(whole.requires_grad_(parameter.requires_grad))
-            shard = flat[max(start, first) : max(start, first, min(end, last))].clone()
+            shard = flat[max(start, first) : min(end, last)].clone()  # may be empty
             self.shards.append(nn.Parameter(shard, parameter.requires_grad))
             start = end
         for places_of_one, shard in zip(self.places, self.shards, strict=True):

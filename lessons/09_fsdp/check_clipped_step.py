@@ -21,8 +21,8 @@ exercise(
     ),
 )
 
-SIZE = 5
-"""Of the sharded vector: on four ranks the shards have 2, 2, 1 and 0 elements."""
+SIZE = 9
+"""Of the sharded vector: on four ranks the shards have 3, 3, 3 and 0 elements."""
 
 
 class Gather(torch.autograd.Function):

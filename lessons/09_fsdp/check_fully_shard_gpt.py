@@ -1,6 +1,5 @@
 """Checks of `fully_shard_gpt`: PyTorch's own, a unit for each block."""
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.optim import SGD
 
 from grader.checks import Trial, check, exercise
 
-from .models import DEEP, build, bytes_of, deep_gpt, draw, local, odd_gpt
+from .models import DEEP, build, bytes_of, deep_gpt, draw, local, odd_gpt, settle
 from .training import PASSES, expected_weights, require_weights, train
 from .wire import SMALL, padded_bytes
 
@@ -62,7 +61,7 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         optimizer.zero_grad()
         recording.mark("forward")
         _, loss = sharded(*batch)
-        gc.collect()
+        settle()
         recording.mark("backward")
         loss.backward()
         recording.mark("after")

@@ -63,12 +63,11 @@ def full(sharded: Any) -> dict[str, Tensor]:
 
 def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
     """Begins with this rank's own weights; rank 0's must win."""
-    result: dict[str, Any] = {"ends": {}}
+    untrained = rank.submission.FullySharded(build(odd_gpt, seed).double().to(rank.device), rank.group)
+    result: dict[str, Any] = {"ends": {}, **look(untrained, batches[0])}
     for make, kinds in ((odd_gpt, ("SGD", "AdamW")), (narrow_gpt, ("SGD",))):
         for kind in kinds:
             sharded = rank.submission.FullySharded(build(make, seed).double().to(rank.device), rank.group)
-            if kind == "AdamW":
-                result |= look(sharded, batches[0])
 
             def plain(params: Any, optimizer_class: Any, **settings: Any) -> Any:
                 return optimizer_class(params, **settings)
@@ -81,7 +80,7 @@ def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -
 def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
     """What it returns before any step: outputs in evaluation and training, weights, sizes of shards."""
     tokens, targets = batch
-    start = full(sharded)
+    start, shards = full(sharded), [local(p).numel() for p in sharded.parameters()]
     sharded.eval()
     with torch.no_grad():
         logits, loss = sharded(tokens, targets)
@@ -93,7 +92,7 @@ def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
         "loss": loss.clone(),
         "last": last.clone(),
         "nothing": nothing,
-        "shards": [local(p).numel() for p in sharded.parameters()],
+        "shards": shards,
     }
 
 

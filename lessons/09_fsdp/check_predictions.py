@@ -55,25 +55,34 @@ def observe_elements(trial: Trial) -> SimpleNamespace:
     return observe(trial, "communication_elements")
 
 
+def close(value: float, expected: float) -> bool:
+    """Up to rounding; a whole number of bytes or elements is as good as its fraction."""
+    return math.isclose(value, expected, rel_tol=1e-6, abs_tol=0.5 if expected == 0 else 1.0)
+
+
 def require_number(trial: Trial, seen: Any, key: str, right: Any, wrong: dict[str, Any], help: str) -> None:
     """One key of every case is right, or the cause is told: `wrong` has a sentence and its formula."""
     for (num_parameters, n, stage), result in zip(seen.cases, seen.results, strict=True):
         where = f"{key} of P = {num_parameters:,}, n = {n}, stage {stage}"
         trial.require(key in result, f'the dictionary has no "{key}": it has {sorted(result)}', help=help)
-        value, expected = result[key], float(right(num_parameters, n, stage))
         trial.require(
-            isinstance(value, int | float) and not isinstance(value, bool),
-            f"{where}: expected a number, got {value!r}",
+            isinstance(result[key], int | float) and not isinstance(result[key], bool),
+            f"{where}: expected a number, got {result[key]!r}",
             help=help,
         )
-        if math.isclose(value, expected, rel_tol=1e-6, abs_tol=0.5 if expected == 0 else 0.0):
-            continue
-        causes = [
-            told
-            for told, formula in wrong.items()
-            if math.isclose(value, formula(num_parameters, n, stage), rel_tol=1e-6)
-        ]
-        trial.wrong(f"{where}: expected {expected:,.1f}, got {value:,.1f}", help, cause=(causes or [""])[0])
+    values = [result[key] for result in seen.results]
+    causes = [
+        told
+        for told, formula in wrong.items()
+        if all(close(value, formula(*case)) for value, case in zip(values, seen.cases, strict=True))
+    ]
+    for value, case in zip(values, seen.cases, strict=True):
+        expected = float(right(*case))
+        if not close(value, expected):
+            where = f"{key} of P = {case[0]:,}, n = {case[1]}, stage {case[2]}"
+            trial.wrong(
+                f"{where}: expected {expected:,.1f}, got {value:,.1f}", help, cause=(causes or [""])[0]
+            )
 
 
 def bytes_formula(per_parameter: int, first_stage: int) -> Any:
@@ -85,9 +94,9 @@ STATES = {"weights": (2, 3), "gradients": (2, 2), "optimizer": (12, 1)}
 
 def require_state(trial: Trial, key: str) -> None:
     per_parameter, first = STATES[key]
-    wrong = {f"{key} are whole on every rank before stage {first}": bytes_formula(per_parameter, 0)}
+    wrong = {f"every rank has the whole {key} before stage {first}": bytes_formula(per_parameter, 0)}
     wrong |= {
-        f"{key} are cut from stage {first} on, not from stage {s} on": bytes_formula(per_parameter, s)
+        f"{key}: to be cut from stage {first} on, not from stage {s} on": bytes_formula(per_parameter, s)
         for s in (1, 2, 3, 4)
         if s != first
     }

@@ -121,23 +121,34 @@ def expected_weights(trial: Trial, make_model: Any, seed: int, by_rank: list[Bat
     )
 
 
-def require_weights(
-    trial: Trial, ends: list[dict], expected: Any, kind: str, help: str, names: list[str] | None = None
-) -> None:
+def same_everywhere(tensors: list[Any]) -> bool:
+    """Whether ranks have equal tensors, up to the order of sums."""
+    if not all(isinstance(t, Tensor) and t.shape == tensors[0].shape for t in tensors):
+        return True  # told otherwise
+    return all(torch.allclose(t, tensors[0], rtol=1e-8, atol=1e-10) for t in tensors)
+
+
+def require_weights(trial: Trial, ends: list[dict], expected: Any, kind: str, help: str) -> None:
     """The weights of every rank at the end are those of one process."""
     n = trial.num_ranks
-    for name in names or expected.right:
+    frozen_first = sorted(
+        expected.right, key=lambda name: not torch.equal(expected.start[name], expected.right[name])
+    )
+    for name in frozen_first:
         for r, end in enumerate(ends):
             trial.require(name in end, f"there is no weight {name}", rank=r, help=help)
-        alternatives = {
-            told: [each[name] for each in (ends_by_rank if len(ends_by_rank) > 1 else ends_by_rank * n)]
-            for told, ends_by_rank in expected.others.items()
-        }
+        actual = [end[name] for end in ends]
+        alternatives: dict[str, Any] = {}
         if not torch.equal(expected.start[name], expected.right[name]):
             alternatives["it is still what it was before training"] = expected.start[name]
+        for told, by_rule in expected.others.items():
+            alternatives[told] = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
+        if not same_everywhere(actual):
+            told = "the ranks do not have the same weights: the updated shares did not reach every rank"
+            alternatives[told] = actual
         trial.close(
             f"{name} after {len(PASSES)} steps of {kind}",
-            [end[name] for end in ends],
+            actual,
             expected.right[name],
             alternatives=alternatives,
             help=help,

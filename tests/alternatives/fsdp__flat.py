@@ -1,0 +1,255 @@
+"""Lesson 09 otherwise: one flat buffer for each group, and weights that saved-tensor hooks bring back."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """The weights of a group become views into one buffer; a rank owns one of its n equal pieces."""
+
+    def __init__(self, params, optimizer_class, group, **kwargs):
+        super().__init__(params, kwargs)
+        self.group, self.buffers, shards = group, [], []
+        n, r = group.size(), group.rank()
+        for g in self.param_groups:
+            trained = [p for p in g["params"] if p.requires_grad]
+            flat = torch.cat([p.detach().reshape(-1) for p in trained])
+            flat = F.pad(flat, (0, -flat.numel() % n))
+            k, start = flat.numel() // n, 0
+            for p in trained:
+                p.data = flat[start : start + p.numel()].view_as(p)
+                p.home = (start, k)
+                start += p.numel()
+            shard = nn.Parameter(flat[r * k : (r + 1) * k])
+            self.buffers.append((flat, trained, shard))
+            shards.append({**g, "params": [shard]})
+        self.on_shards = optimizer_class(shards, **kwargs)
+
+    def copy(self):
+        for mine, inner in zip(self.param_groups, self.on_shards.param_groups, strict=True):
+            inner.update({k: v for k, v in mine.items() if k != "params"})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.copy()
+        n = self.group.size()
+        for flat, trained, shard in self.buffers:
+            if any(getattr(p, "piece", None) is not None for p in trained):
+                shard.grad = torch.zeros_like(shard)
+                for p in trained:
+                    if p.piece is not None:
+                        at, values = p.piece
+                        shard.grad[at : at + values.numel()] += values
+            else:
+                gradients = torch.cat([p.grad.reshape(-1) for p in trained])
+                gradients = F.pad(gradients, (0, flat.numel() - gradients.numel()))
+                rows = torch.empty_like(gradients)
+                dist.all_to_all_single(rows, gradients, group=self.group)
+                shard.grad = rows.view(n, -1).sum(0) / n
+        self.on_shards.step()
+        for flat, _, shard in self.buffers:
+            shard.grad = None
+            pieces = [torch.empty_like(shard) for _ in range(n)]
+            dist.all_gather(pieces, shard.detach(), group=self.group)
+            flat.copy_(torch.cat(pieces))
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for _, trained, _ in self.buffers:
+            for p in trained:
+                p.piece = None
+
+    def state_dict(self):
+        self.copy()
+        return {"mine": self.on_shards.state_dict()}
+
+    def load_state_dict(self, state):
+        self.on_shards.load_state_dict(state["mine"])
+
+
+class ShardedGradients(nn.Module):
+    """Each stretch of a gradient is passed down a chain of ranks that ends at its owner: messages alone."""
+
+    def __init__(self, module, group):
+        super().__init__()
+        self.module, self.group = module, group
+        for p in module.parameters():
+            if p.requires_grad:
+                p.piece = None
+                p.register_post_accumulate_grad_hook(self.hook)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def hook(self, p):
+        n, r = self.group.size(), self.group.rank()
+        (start, k), flat = p.home, p.grad.reshape(-1).clone()
+        p.grad = None
+        for owner in range(n):
+            a, b = max(start, owner * k), min(start + flat.numel(), (owner + 1) * k)
+            if a >= b:
+                continue
+            stretch = flat[a - start : b - start]
+            place = (r - owner) % n  # the chain is owner + 1, owner + 2, ..., owner
+            if place != 1 and n > 1:
+                got = torch.empty_like(stretch)
+                dist.recv(got, group=self.group, group_src=(r - 1) % n)
+                stretch += got
+            if place != 0:
+                dist.send(stretch.contiguous(), group=self.group, group_dst=(r + 1) % n)
+            else:
+                mean = stretch / n
+                p.piece = (a - owner * k, mean if p.piece is None else p.piece[1] + mean)
+
+    def finish_gradient_synchronization(self):
+        pass
+
+
+class Whole:
+    """One block's weights: shards by rows, and whole tensors that come and go."""
+
+    def __init__(self, owners, group):
+        self.group = group
+        self.entries = []
+        for p, places in owners.items():
+            dist.broadcast(p.detach(), group=group, group_src=0)
+            rows = -(-p.size(0) // group.size())
+            mine = p.detach()[group.rank() * rows :][:rows].clone()
+            shard = nn.Parameter(mine, p.requires_grad)
+            leaf = p.detach().clone().requires_grad_(p.requires_grad)
+            self.entries.append((shard, leaf, leaf.shape, places))
+            if p.requires_grad:
+                leaf.register_post_accumulate_grad_hook(self.arrived)
+            for module, name in places:
+                setattr(module, name, shard)
+        self.trained = sum(1 for entry in self.entries if entry[1].requires_grad)
+        self.there, self.count = True, 0
+        self.free()
+
+    @torch.no_grad()
+    def gather(self):
+        if self.there:
+            return
+        n = self.group.size()
+        for shard, leaf, shape, places in self.entries:
+            rows = -(-shape[0] // n)
+            mine = torch.cat([shard.detach(), shard.new_zeros(rows - shard.size(0), *shape[1:])])
+            parts = [torch.empty_like(mine) for _ in range(n)]
+            dist.all_gather(parts, mine, group=self.group)
+            leaf.data = torch.cat(parts)[: shape[0]]
+            for module, name in places:
+                module.__dict__[name] = leaf
+        self.there = True
+
+    def free(self):
+        for _, leaf, _, places in self.entries:
+            leaf.data = leaf.data.new_empty(0)
+            for module, name in places:
+                module.__dict__.pop(name, None)
+        self.there = False
+
+    def arrived(self, leaf):
+        n = self.group.size()
+        shard, _, shape, _ = next(entry for entry in self.entries if entry[1] is leaf)
+        rows = -(-shape[0] // n)
+        gradient = torch.cat([leaf.grad, leaf.new_zeros(n * rows - shape[0], *shape[1:])])
+        mean = torch.empty_like(gradient[:rows])
+        dist.reduce_scatter(mean, list(gradient.split(rows)), op=dist.ReduceOp.SUM, group=self.group)
+        mean = mean[: shard.size(0)] / n
+        leaf.grad = None
+        shard.grad = mean if shard.grad is None else shard.grad + mean
+        self.count += 1
+        if self.count == self.trained:
+            self.count = 0
+            self.free()
+
+    def pack(self, tensor):
+        for i, (_, leaf, _, _) in enumerate(self.entries):
+            if leaf.numel() and tensor.untyped_storage()._cdata == leaf.untyped_storage()._cdata:
+                return i, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor
+
+    def unpack(self, packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self.gather()
+        i, *layout = packed
+        return self.entries[i][1].detach().as_strided(*layout)
+
+
+class FullySharded(nn.Module):
+    def __init__(self, module, group):
+        super().__init__()
+        self.gpt, places = module, {}
+        for part in module.modules():
+            for name, p in list(part.named_parameters(recurse=False)):
+                places.setdefault(p, []).append((part, name))
+        self.wholes = []
+        for block in module.transformer.h:
+            unit = Whole({p: places.pop(p) for p in list(block.parameters())}, group)
+            block.forward = self.wrapped(block.forward, unit)
+            self.wholes.append(unit)
+        self.outside = Whole(places, group)
+
+    @staticmethod
+    def wrapped(forward, unit):
+        def run(x):
+            unit.gather()
+            with torch.autograd.graph.saved_tensors_hooks(unit.pack, unit.unpack):
+                y = forward(x)
+            unit.free()
+            return y
+
+        return run
+
+    def forward(self, idx, targets=None):
+        self.outside.free()
+        self.outside.gather()
+        with torch.autograd.graph.saved_tensors_hooks(self.outside.pack, self.outside.unpack):
+            outputs = self.gpt(idx, targets)
+        if not outputs[0].requires_grad:
+            self.outside.free()
+        return outputs
+
+    def full_state_dict(self):
+        units = [*self.wholes, self.outside]
+        for unit in units:
+            unit.gather()
+        names = [n for n, _ in self.gpt.named_parameters(remove_duplicate=False)]
+        state = {
+            n: self.gpt.get_submodule(n.rpartition(".")[0]).__dict__[n.rpartition(".")[2]] for n in names
+        }
+        state = {n: t.detach().clone() for n, t in state.items()}
+        for unit in units:
+            unit.free()
+        return state
+
+
+def fully_shard_gpt(model, mesh):
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return model
+
+
+def clipped_step(module, optimizer, inputs, targets, max_norm, group):
+    optimizer.zero_grad()
+    _, loss = module(inputs, targets)
+    loss.backward()
+    squares = torch.zeros(1, dtype=torch.float64)
+    for p in module.parameters():
+        if p.grad is not None:
+            squares += p.grad.double().pow(2).sum()
+    dist.reduce(squares, group=group, group_dst=0)
+    dist.broadcast(squares, group=group, group_src=0)
+    norm = squares.sqrt()
+    if norm > max_norm:
+        for p in module.parameters():
+            if p.grad is not None:
+                p.grad = p.grad * (max_norm / norm.item())
+    optimizer.step()
+    return norm

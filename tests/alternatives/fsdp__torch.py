@@ -1,0 +1,51 @@
+"""Lesson 09 on PyTorch's own: ZeroRedundancyOptimizer that reduces to owners, fully_shard in a wrapper."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+class ShardedOptimizer(ZeroRedundancyOptimizer):
+    def __init__(self, params, optimizer_class, group, **kwargs):
+        params = list(params)
+        super().__init__(params, optimizer_class, process_group=group, **kwargs)
+        self.owners = group
+
+    @torch.no_grad()
+    def step(self, closure=None, **kwargs):
+        for rank, groups in enumerate(self._partition_parameters()):
+            for p in [p for g in groups for p in g["params"] if p.requires_grad]:
+                p.grad = p.grad / self.owners.size()
+                dist.reduce(p.grad, group=self.owners, group_dst=rank)
+        return super().step(closure, **kwargs)
+
+    def state_dict(self):
+        self._sync_param_groups(self.param_groups, self.optim.param_groups)
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state):
+        self.optim.load_state_dict(state)
+        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+
+def fully_shard_gpt(model, mesh):
+    for block in reversed(model.transformer.h):
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+class FullySharded(nn.Module):
+    def __init__(self, module, group):
+        super().__init__()
+        for p in module.parameters():
+            dist.broadcast(p.detach(), group=group, group_src=0)
+        self.gpt = fully_shard_gpt(module, DeviceMesh.from_group(group, module.lm_head.weight.device.type))
+
+    def forward(self, idx, targets=None):
+        return self.gpt(idx, targets)
+
+    def full_state_dict(self):
+        return {n: p.full_tensor() for n, p in self.gpt.state_dict().items()}
