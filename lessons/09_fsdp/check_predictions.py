@@ -197,6 +197,9 @@ def require_elements(trial: Trial, key: str, help: str) -> None:
             min(1, times[s]) * once_round(p, n, s)
         ),
     }
+    for last in (1, 2, 3):
+        told = f"nothing is all-reduced from stage 1 on, and this counts an all-reduce up to stage {last}"
+        wrong |= {told: lambda p, n, s, last=last: 2 * once_round(p, n, s) if s <= last else 0.0}
     require_number(
         trial,
         trial.once(observe_elements),
