@@ -282,6 +282,24 @@ def _unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None
             return CheckEnded(
                 Verdict.WRONG, f"rank {r} waits for a message from rank {source} that was never sent"
             )
+    return _dropped(ranks, locate)
+
+
+def _dropped(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """A message whose other side was started and never waited for: its rank has returned."""
+    for r, rank in enumerate(ranks):
+        event = rank.events[-1] if rank.events else None
+        if event is None or event.kind not in ("send", "recv") or rank.status != "running":
+            continue
+        if event.peer in range(len(ranks)) and ranks[event.peer].status == "done":
+            call = "isend" if event.kind == "recv" else "irecv"
+            return CheckEnded(
+                Verdict.WRONG,
+                f"rank {r} stood in {_event(event, locate)}, and rank {event.peer} had returned",
+                f"rank {event.peer} did not wait for its {call}: a message whose handle is dropped may never "
+                "travel",
+                help=f"Keep what {call} returns, and call its wait() before the function returns.",
+            )
     return None
 
 

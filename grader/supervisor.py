@@ -100,6 +100,7 @@ class _Run:
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
         self.ended = ""
+        self.cpu: dict[int, float] = {}
         self.began = time.monotonic()
         self.base_rss = psutil.Process().memory_info().rss
 
@@ -227,8 +228,13 @@ class _Run:
                     self._finish(rank, "dead")
 
     def _measure(self, tree: bool) -> tuple[float, bool]:
-        """CPU seconds of the ranks, and whether one could run; ends the run when a limit is passed."""
+        """CPU seconds of the ranks, and whether one could run; ends the run when a limit is passed.
+
+        A rank that has answered only waits for its peers. What it still spends is no progress: gloo's thread
+        may spin for ever on a message whose handle was dropped.
+        """
         cpu, runnable, rss = 0.0, False, 0
+        answered = {r.pid for r in self.ranks if r.state.status == "done"}
         processes = (
             _descendants()
             if tree
@@ -240,9 +246,11 @@ class _Run:
         for process in processes:
             try:
                 with process.oneshot():
-                    times = process.cpu_times()
-                    cpu += times.user + times.system
-                    runnable |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+                    if process.pid not in answered:
+                        times = process.cpu_times()
+                        self.cpu[process.pid] = times.user + times.system
+                        runnable |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+                    cpu += self.cpu.get(process.pid, 0.0)
                     rss += max(process.memory_info().rss - self.base_rss, 0)
             except psutil.Error:
                 continue

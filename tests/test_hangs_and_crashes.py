@@ -6,8 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
-from grader.launcher import CannotGradeError, Code, Launcher, Limits
+from grader import run_ranks
+from grader.launcher import CannotGradeError, Code, Launcher, Limits, shared_launcher
 from grader.stories import ending
 from grader.verdicts import Verdict
 from tests.attempts import FORWARD, grade, look, twisted
@@ -105,6 +108,25 @@ def test_deadlock_is_told_in_seconds(name: str, tmp_path: Path, launcher: Launch
     assert report.verdict in (Verdict.HUNG, Verdict.CRASHED)  # gloo may abort where sizes or calls differ
     assert words in everything(report)
     assert time.monotonic() - began < 20  # of the 30 minutes that gloo would wait
+
+
+def send_and_forget() -> None:
+    group = dist.group.WORLD
+    dist.barrier(group)
+    if group.rank() == 0:
+        dist.isend(torch.ones(30), group=group, group_dst=1)  # nobody keeps the handle
+    else:
+        time.sleep(0.5)
+        dist.recv(torch.ones(30), group=group, group_src=0)
+
+
+def test_a_message_that_nobody_waits_for_is_told_in_seconds() -> None:
+    """Gloo's thread spins for ever on the dropped message: that is no progress."""
+    shared_launcher().warm_up()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 had returned.*did not wait for its isend"):
+        run_ranks(send_and_forget, ranks=2)
+    assert time.monotonic() - began < 25
 
 
 def test_a_rank_that_loops_is_stopped_and_its_peer_is_not_blamed(tmp_path: Path, launcher: Launcher) -> None:
