@@ -98,6 +98,7 @@ def observe(trial: Trial) -> SimpleNamespace:
         other=lambda kind: run("another mask", *kinds[kind])["gradients"],
         ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0]},
         config=config,
+        stream=4 * b * s * config.n_embd,
         product=2 * b * s * s * config.n_embd,
         linear=2 * b * s * config.n_embd**2,
     )
@@ -187,11 +188,12 @@ def scores_do_not_stay_alive(trial: Trial) -> None:
             run["recording"].alive("after the forward") for run in (mine, ideal, plain)
         )
         slack = seen.config.n_layer * STATE_BYTES + 8000
+        results = seen.config.n_layer * seen.stream  # a backward written by hand may keep the core's result
         trial.require(
-            alive <= expected + slack,
+            alive <= expected + results + slack,
             f"{kind}: {alive:,} bytes are alive after the forward, {alive - expected:,} too many; "
             f"without recomputation it is {without:,}",
-            help="Of the core, keep q, k and v, which are views of c_attn's output, and no copy of one "
+            help="Of the core, keep q, k and v, which are views of c_attn's output, and no copies "
             "beside it. Scores, probabilities and masks go.",
             cause="nothing is saved" if alive >= without - slack else "",
         )
