@@ -110,18 +110,18 @@ def test_deadlock_is_told_in_seconds(name: str, tmp_path: Path, launcher: Launch
     assert time.monotonic() - began < 20  # of the 30 minutes that gloo would wait
 
 
-def send_and_forget() -> None:
-    group = dist.group.WORLD
-    dist.barrier(group)
-    if group.rank() == 0:
-        dist.isend(torch.ones(30), group=group, group_dst=1)  # nobody keeps the handle
-    else:
-        time.sleep(0.5)
-        dist.recv(torch.ones(30), group=group, group_src=0)
-
-
 def test_a_message_that_nobody_waits_for_is_told_in_seconds() -> None:
     """Gloo's thread spins for ever on the dropped message: that is no progress."""
+
+    def send_and_forget() -> None:  # here, so that it travels by value: ranks need not import this file
+        group = dist.group.WORLD
+        dist.barrier(group)
+        if group.rank() == 0:
+            dist.isend(torch.ones(30), group=group, group_dst=1)  # nobody keeps the handle
+        else:
+            time.sleep(0.5)
+            dist.recv(torch.ones(30), group=group, group_src=0)
+
     shared_launcher().warm_up()
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 had returned.*did not wait for its isend"):
