@@ -97,7 +97,7 @@ def print_table(console: Console, table_rows: list[Row]) -> None:
             pair = f"{getattr(row.predicted, column) / 1e6:.2f} {getattr(row.measured, column) / 1e6:.2f}"
             cells.append(f"{pair} [{','.join(numbers)}]" if numbers else pair)
         speed, loss = row.measured.tokens_per_second, row.measured.loss_difference
-        table.add_row(str(row.way), row.by, *cells, f"{speed:,.0f}", f"{loss:.0e}", style="")
+        table.add_row(str(row.way), row.by, *cells, f"{speed:,.0f}", f"{loss:.0e}")
     console.print(table, markup=False)
     for note, number in marks.items():
         console.print(f"[{number}] {note}", markup=False)

@@ -38,6 +38,12 @@ def differences(way: Way, by: str, num_ranks: int, train: TrainConfig, model: GP
         found.append(Difference("wire", reason, 3 * 2 * ring * FP32 * tokens))
         reason = "a vocabulary in parts: for each token a few masks, places and sums"
         found.append(Difference("activations", reason))
+    if way.parallel == "context_parallel":
+        found.append(Difference("wire", "the loss: its sum and the number of targets", 2 * ring * 2 * FP32))
+        outs = FP32 * model.n_layer * train.batch_size * train.block_size // num_ranks * model.n_embd
+        reason = "the output of ring attention is kept by heads, and again by tokens for c_proj"
+        found.append(Difference("activations", reason, outs))
+        found.append(Difference("activations", "every rank has the whole batch, and cuts its tokens out"))
     return found
 
 

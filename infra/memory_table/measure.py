@@ -141,6 +141,7 @@ class _Run:
         update = trainer.parallel.update
 
         def weigh_first(module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+            dist.barrier()  # communication that is through lets go of its tensors
             window.mark("update begins")
             return update(module, optimizer, max_norm)
 
