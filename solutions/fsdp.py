@@ -53,7 +53,7 @@ def communication_elements(num_parameters: int, num_ranks: int, stage: int) -> d
     # end of answer
 
 
-# answer: a tensor in n equal shares, and the two collectives on them: about 30 lines
+# answer: a tensor in n equal shares, the two collectives on them, settings of optimizers: about 35 lines
 def own_share(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's share of a tensor of P elements: a flat view of at most ceil(P/n) of them, perhaps none."""
     size = -(-tensor.numel() // group.size())
@@ -82,6 +82,12 @@ def all_gather_shares(tensor: Tensor, group: ProcessGroup) -> None:
     padded = F.pad(share, (0, joined.numel() // n - share.numel()))
     dist.all_gather(list(joined.chunk(n)), padded, group=group)
     tensor.view(-1).copy_(joined[: tensor.numel()])
+
+
+def copy_settings(source: Optimizer, target: Optimizer) -> None:
+    """Learning rates and the like, group by group."""
+    for one, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({name: value for name, value in one.items() if name != "params"})
 
 
 # end of answer
@@ -176,16 +182,6 @@ class ShardedOptimizer(Optimizer):
         return start_reduce_scatter(own, self.group)()
 
     # end of answer
-
-
-# answer: settings that two optimizers share: about 5 lines
-def copy_settings(source: Optimizer, target: Optimizer) -> None:
-    """Learning rates and the like, group by group."""
-    for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update({name: value for name, value in one.items() if name != "params"})
-
-
-# end of answer
 
 
 class ShardedGradients(nn.Module):
