@@ -4,6 +4,7 @@ With `--implementation torch`, `--parallel zero1` is DistributedDataParallel wit
 `zero2` is `fully_shard` that keeps the weights from forward to backward, and `zero3` is `fully_shard`.
 """
 
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -52,16 +52,22 @@ class ClippedAdamW(AdamW):
         return super().step(closure)
 
 
-class OwnStateOptimizer(ZeroRedundancyOptimizer):
+def own_state_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
     """PyTorch's ZeRO-1 whose `state_dict` is this rank's share, as our checkpoints want it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the package beside it is scripted
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        self._sync_param_groups(self.param_groups, self.optim.param_groups)
-        return self.optim.state_dict()
+    class OwnStateOptimizer(ZeroRedundancyOptimizer):
+        def state_dict(self) -> dict[str, Any]:
+            self._sync_param_groups(self.param_groups, self.optim.param_groups)
+            return self.optim.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-        self._sync_param_groups(self.optim.param_groups, self.param_groups)
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.optim.load_state_dict(state_dict)
+            self._sync_param_groups(self.optim.param_groups, self.param_groups)
+
+    return OwnStateOptimizer(*args, **kwargs)
 
 
 class ZeroTraining(Parallel):
@@ -114,7 +120,7 @@ class Zero1Training(ZeroTraining):
         groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups if g["params"]]
         settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2)}
         if self.implementation is None:
-            return OwnStateOptimizer(groups, AdamW, process_group=self.group, **settings)
+            return own_state_optimizer(groups, AdamW, process_group=self.group, **settings)
         clipped = type("ClippedAdamW", (ClippedAdamW,), {"clip": self.clip})
         return self.implementation.ShardedOptimizer(groups, clipped, self.group, **settings)
 

@@ -1,0 +1,113 @@
+"""Sharded training in the loop: what decays, and blocks that are computed again while they are gathered."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grader import run_ranks
+from nanogpt.config import TrainConfig
+from nanogpt.model import GPT, GPTConfig
+from nanogpt.technique import Checkpointing, find_technique
+from solutions import fsdp
+from solutions.fsdp_training import Zero3Training
+
+CONFIG = GPTConfig(block_size=8, vocab_size=23, n_layer=4, n_head=2, n_embd=10)
+
+
+class Again(torch.autograd.Function):
+    """Forward that keeps its input alone, and runs again in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, function) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class BlocksAgain(Checkpointing):
+    """Every block's forward is computed again in backward."""
+
+    def apply(self, model: GPT) -> GPT:
+        for block in model.transformer.h:
+            block.forward = lambda x, inner=block.forward: Again.apply(x, inner)
+        return model
+
+
+def sharded_steps(checkpointing: Checkpointing, micro_batches: int) -> dict:
+    """Three clipped steps of FullySharded beside a dense model on the whole batch; the largest difference."""
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    dense = GPT(CONFIG).double()
+    torch.manual_seed(0)
+    training = Zero3Training(fsdp, group)
+    module = training.build(GPT(CONFIG).double(), checkpointing)
+    config = TrainConfig(weight_decay=0.1, learning_rate=0.01)
+    optimizers = [training.optimizer(module, config), Zero3Training(None, group).optimizer(dense, config)]
+    generator = torch.Generator().manual_seed(1)
+    norms = []
+    for _ in range(3):
+        idx, targets = torch.randint(23, (2, 4 * micro_batches, 8), generator=generator)
+        for rows, goals in zip(idx.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+            (module(training.share(rows), training.share(goals))[1] / micro_batches).backward()
+        dense(idx, targets)[1].backward()
+        norms.append(
+            (
+                training.update(module, optimizers[0], 0.5).item(),
+                nn.utils.clip_grad_norm_(dense.parameters(), 0.5).item(),
+            )
+        )
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    whole = training.whole_state_dict(module)
+    return {
+        "weights": max((whole[name] - w).abs().max().item() for name, w in dense.state_dict().items()),
+        "norms": max(abs(a - b) / b for a, b in norms),
+        "names": list(whole) == list(dense.state_dict()),
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing(), BlocksAgain()], ids=["kept", "again"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_sharded_steps_are_dense_steps(checkpointing: Checkpointing, micro_batches: int) -> None:
+    for result in run_ranks(sharded_steps, checkpointing, micro_batches, ranks=2):
+        assert result["weights"] < 1e-6
+        assert result["norms"] < 1e-5
+        assert result["names"]
+
+
+class OneShard(nn.Module):
+    """A learner's FullySharded, whose shards have names of their own."""
+
+    def __init__(self, module: GPT, group: object) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.zeros(3))
+
+
+def optimizer_of_strange_shards(weight_decay: float) -> float:
+    training = Zero3Training(SimpleNamespace(FullySharded=OneShard), dist.group.WORLD)
+    module = training.wrap(GPT(CONFIG))
+    return training.optimizer(module, TrainConfig(weight_decay=weight_decay)).param_groups[0]["lr"]
+
+
+def test_strange_shards_cannot_decay() -> None:
+    with pytest.raises(RuntimeError, match="use --weight-decay 0"):
+        run_ranks(optimizer_of_strange_shards, 0.1, ranks=1)
+    assert run_ranks(optimizer_of_strange_shards, 0.0, ranks=1) == [2e-3]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_the_loop_finds_each_stage(name: str) -> None:
+    adapter, module = find_technique("PARALLEL", name)
+    assert module is fsdp
+    assert all(hasattr(fsdp, exercise) for exercise in adapter.exercises)
