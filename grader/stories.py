@@ -111,6 +111,11 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
     help = ""
     if _NETWORK.search(message) or kind in ("URLError", "gaierror"):
         help = "A submission can not count on the network: there is none where it is graded."
+    if "Pair is not connected" in message:
+        help = (
+            "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "
+            "group_dst= and group_src= count in the group."
+        )
     return CheckEnded(
         Verdict.CRASHED,
         f"rank {failed[0]}{others} raised {raised}",

@@ -1,0 +1,203 @@
+"""What the collectives of this lesson are asked: tensors of many sizes, dtypes and layouts in memory."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial
+
+PLAIN, TRANSPOSED, SPACED = "", "transposed", "every other element"
+FILL = 77  # what stands between the elements of a spaced tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: a tensor for each rank, all of one shape and dtype."""
+
+    values: list[Tensor]
+    layout: str = PLAIN
+    source: int | None = None
+    """For a broadcast: the rank that has the tensor."""
+
+    def __str__(self) -> str:
+        first = self.values[0]
+        dtype, shape = str(first.dtype).removeprefix("torch."), tuple(first.shape)
+        told = f"{shape[0]} {dtype}" if len(shape) == 1 else f"{dtype} of shape {shape}"
+        layout = f", not contiguous ({self.layout})" if self.layout else ""
+        return told + layout + ("" if self.source is None else f", source {self.source}")
+
+    @property
+    def num_elements(self) -> int:
+        """Of one rank's tensor."""
+        return self.values[0].numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one rank's tensor."""
+        return self.num_elements * self.values[0].element_size()
+
+    @property
+    def chunk_size(self) -> int:
+        """Elements of an n-th of it, rounded up."""
+        return -(-self.num_elements // len(self.values))
+
+    @property
+    def total(self) -> Tensor:
+        """The sum over ranks, added up in double precision or whole numbers."""
+        first = self.values[0]
+        wide = torch.float64 if first.is_floating_point() else torch.int64
+        return torch.stack([value.to(wide) for value in self.values]).sum(0).to(first.dtype)
+
+
+def draw(
+    trial: Trial,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    layout: str = PLAIN,
+    source: int | None = None,
+) -> Case:
+    """A case with other numbers on each rank. Whole numbers use the width of their type."""
+
+    def values() -> Tensor:
+        if dtype == torch.bool:
+            return trial.tokens(2, *shape).bool()
+        if not dtype.is_floating_point:
+            half = 2 ** (8 * dtype.itemsize - 5)
+            return (trial.tokens(2 * half, *shape) - half).to(dtype)
+        return trial.normal(*(shape or (1,)), dtype=dtype).view(shape)
+
+    return Case([values() for _ in range(trial.num_ranks)], layout, source)
+
+
+def sizes(trial: Trial) -> list[Case]:
+    """Sizes that do not divide, smaller than n, of no dimension and of many."""
+    n = trial.num_ranks
+    return [
+        draw(trial, n * trial.integer(2, 5) + 1),
+        draw(trial, 3, n + 1, 5),
+        draw(trial, max(n - 1, 1)),
+        draw(trial, 1),
+        draw(trial),
+    ]
+
+
+def dtypes(trial: Trial, *kinds: torch.dtype) -> list[Case]:
+    """One small tensor of each dtype."""
+    return [draw(trial, 3 * trial.num_ranks + 1, dtype=kind) for kind in kinds]
+
+
+def layouts(trial: Trial) -> list[Case]:
+    """Tensors that do not lie in one piece."""
+    n = trial.num_ranks
+    return [draw(trial, n + 2, 5, layout=TRANSPOSED), draw(trial, 4, 2 * n + 1, layout=SPACED)]
+
+
+def lay_out(values: Tensor, layout: str) -> tuple[Tensor, Tensor | None]:
+    """The same values in another layout, and what lies between them."""
+    if layout == TRANSPOSED:
+        return values.transpose(0, -1).contiguous().transpose(0, -1), None
+    if layout == SPACED:
+        wide = torch.full((*values.shape, 2), FILL, dtype=values.dtype, device=values.device)
+        wide[..., 0] = values
+        return wide[..., 0], wide[..., 1]
+    return values.clone(), None
+
+
+def call(
+    rank: Any,
+    name: str,
+    late: bool,
+    values: list[Tensor],
+    layouts: list[str],
+    sources: list[int | None],
+) -> dict[str, Any]:
+    """The probe: every case in turn, each in a stretch of the recording named by its number.
+
+    With `late`, the source of a broadcast comes after everybody else.
+    """
+    function = getattr(rank.submission, name)
+    answers = []
+    with rank.record() as recording:
+        for i, (value, layout, source) in enumerate(zip(values, layouts, sources, strict=True)):
+            tensor, between = lay_out(value, layout)
+            arguments = [tensor] if source is None else [tensor, source]
+            recording.mark(f"{i}")
+            if late and source == rank.rank:
+                time.sleep(0.1)
+            returned = function(*arguments, rank.group)
+            recording.mark("after")
+            is_tensor = isinstance(returned, Tensor)
+            answers.append(
+                {
+                    "returned": returned.clone() if is_tensor else None,
+                    "kind": "a tensor" if is_tensor else type(returned).__name__,
+                    "tensor": tensor,
+                    "between": between,
+                }
+            )
+    return {"answers": answers, "recording": recording}
+
+
+def ask(trial: Trial, name: str, cases: Sequence[Case], delays: bool = False) -> SimpleNamespace:
+    """Call an exercise with all cases; `answers[i][r]` is what rank r made of case i."""
+    results = trial.run(
+        call,
+        name,
+        delays,
+        per_rank=[
+            ([c.values[r] for c in cases], [c.layout for c in cases], [c.source for c in cases])
+            for r in range(trial.num_ranks)
+        ],
+        delays=delays,
+    )
+    answers = [[result["answers"][i] for result in results] for i in range(len(cases))]
+    return SimpleNamespace(
+        cases=list(cases), answers=answers, recordings=[result["recording"] for result in results]
+    )
+
+
+def require_tensors(trial: Trial, case: Case, answers: list[dict[str, Any]], key: str = "returned") -> None:
+    """Every rank has a tensor of the case's dtype."""
+    for r, answer in enumerate(answers):
+        tensor, dtype = answer[key], case.values[0].dtype
+        trial.require(
+            tensor is not None,
+            f"given {case} it returned {answer['kind']}, not a tensor",
+            help="Is the `return` missing?",
+            rank=r,
+        )
+        trial.require(
+            tensor.dtype == dtype,
+            f"given {case} it returned {str(tensor.dtype).removeprefix('torch.')}",
+            help="Make new tensors with new_empty, new_zeros or empty_like: they keep dtype and device.",
+            rank=r,
+        )
+
+
+def require_untouched(trial: Trial, seen: SimpleNamespace) -> None:
+    """The tensors that were handed over are as they were, bit for bit."""
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        trial.close(
+            f"the input ({case}) after the call",
+            [answer["tensor"] for answer in answers],
+            case.values,
+            alternatives={"it holds sums: the ring adds into the input itself": case.total},
+            rtol=0.0,
+            help="Add into a copy: flatten(), view() and chunk() share memory with the input.",
+        )
+
+
+def require_between(trial: Trial, seen: SimpleNamespace) -> None:
+    """What lies between the elements of a tensor belongs to somebody else."""
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        for r, answer in enumerate(answers):
+            trial.require(
+                answer["between"] is None or bool((answer["between"] == FILL).all()),
+                f"given {case} it wrote into memory between the tensor's elements",
+                rank=r,
+            )

@@ -1,0 +1,137 @@
+"""Checks of `ring_all_gather`: every rank gets all shards, in the order of ranks."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .cases import SPACED, TRANSPOSED, ask, draw, dtypes, require_tensors, require_untouched
+from .traffic import require_messages_alone, require_neighbours, require_ring_bytes
+
+exercise(
+    "ring_all_gather",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "A shard is only copied: what you received in one step you send on in the next.",
+        "In step s = 0 ... n - 2 rank r sends the shard of rank (r - s) % n. Whose shard does it receive?",
+        "Write each shard to its owner's place in new_empty(n, *shard.shape), then flatten(0, 1).",
+    ),
+)
+
+
+def observe_plain(trial: Trial) -> SimpleNamespace:
+    kinds = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+    return ask(trial, "ring_all_gather", [draw(trial, trial.integer(200, 400)), *dtypes(trial, *kinds)])
+
+
+def observe_shapes(trial: Trial) -> SimpleNamespace:
+    cases = [draw(trial, 1), draw(trial, 3, 5), draw(trial, 1, 7), draw(trial, 2, 3, 4)]
+    return ask(trial, "ring_all_gather", cases)
+
+
+def observe_layouts(trial: Trial) -> SimpleNamespace:
+    cases = [draw(trial, 3, 5, layout=TRANSPOSED), draw(trial, 4, 3, layout=SPACED)]
+    return ask(trial, "ring_all_gather", cases)
+
+
+def observe_slow(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "ring_all_gather", [draw(trial, 20_000)], delays=True)
+
+
+def require_gathered(
+    trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None
+) -> None:
+    """Every rank has the shards joined along dim 0."""
+    n = trial.num_ranks
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        if of not in (None, case.values[0].dtype):
+            continue
+        require_tensors(trial, case, answers)
+
+        def joined(order: list[int], values: list[Tensor] = case.values) -> Tensor:
+            return torch.cat([values[i % n] for i in order])
+
+        alternatives = {
+            "this rank's own shard, n times": [joined([r] * n) for r in range(n)],
+            "the shards in the order in which they came, own shard first: rank 0's belongs first": [
+                joined([r - s for s in range(n)]) for r in range(n)
+            ],
+            "the shards in the order of the ring, own shard first: rank 0's belongs first": [
+                joined([r + s for s in range(n)]) for r in range(n)
+            ],
+            "the shards from the last rank to the first": joined(list(range(n))[::-1]),
+            "each shard stands one place too far": joined([s - 1 for s in range(n)]),
+            "each shard stands one place too early": joined([s + 1 for s in range(n)]),
+        }
+        trial.close(
+            f"what was gathered of {case}",
+            [answer["returned"] for answer in answers],
+            joined(list(range(n))),
+            alternatives=alternatives,
+            rtol=0.0,
+            help=help or "Which rank made the shard that arrives in step s? It belongs in that rank's place.",
+        )
+
+
+@check("ring_all_gather")
+def shards_stand_in_the_order_of_ranks(trial: Trial) -> None:
+    """Every rank returns all shards, rank 0's first."""
+    require_gathered(trial, trial.once(observe_plain), of=torch.float32)
+
+
+@check("ring_all_gather", subgroup=False)
+def shards_are_joined_along_dim_0(trial: Trial) -> None:
+    """(m, ...) becomes (n·m, ...): one element, two and three dimensions."""
+    require_gathered(trial, trial.once(observe_shapes), "As torch.cat(shards) would: dim 0 grows by n.")
+
+
+@check("ring_all_gather")
+def any_dtype_is_gathered(trial: Trial) -> None:
+    """Whole numbers, truth values, float64 and bfloat16 arrive bit for bit."""
+    require_gathered(trial, trial.once(observe_plain), "Send the tensor's own dtype.")
+
+
+@check("ring_all_gather", world_sizes=(2, 3), subgroup=False)
+def shards_need_not_be_contiguous(trial: Trial) -> None:
+    """A shard that does not lie in one piece of memory is gathered as well."""
+    seen = trial.once(observe_layouts)
+    require_gathered(trial, seen, "Only contiguous tensors travel: copy it first.")
+    require_untouched(trial, seen)
+
+
+@check("ring_all_gather", world_sizes=(2, 4), subgroup=False)
+def nothing_is_used_before_it_arrived(trial: Trial) -> None:
+    """When messages are slow, the shards are still right."""
+    require_gathered(
+        trial,
+        trial.once(observe_slow),
+        "Wait for the receive before you send on what came, or copy it to its place.",
+    )
+
+
+@check("ring_all_gather")
+def input_is_unchanged(trial: Trial) -> None:
+    """The shard that was handed over is the same afterwards."""
+    require_untouched(trial, trial.once(observe_plain))
+
+
+@check("ring_all_gather", subgroup=False)
+def only_messages_are_used(trial: Trial) -> None:
+    """It is made of isend and irecv: no collective of torch.distributed is called."""
+    for observe in (observe_plain, observe_shapes):
+        require_messages_alone(trial, trial.once(observe))
+
+
+@check("ring_all_gather")
+def only_neighbours_talk(trial: Trial) -> None:
+    """A rank sends to its neighbours in the ring alone."""
+    require_neighbours(trial, trial.once(observe_plain))
+
+
+@check("ring_all_gather", subgroup=False)
+def each_rank_sends_its_share_of_the_bytes(trial: Trial) -> None:
+    """A rank sends n - 1 shards: (n-1)/n of the gathered tensor's bytes."""
+    require_ring_bytes(trial, trial.once(observe_plain), rounds=1, gathered=True)

@@ -1,0 +1,152 @@
+"""Checks of `ring_all_reduce`: the sum on every rank, in place, 2(n-1)/n of the bytes."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .cases import Case, ask, draw, dtypes, layouts, require_between, require_tensors, sizes
+from .traffic import require_messages_alone, require_neighbours, require_ring_bytes
+
+exercise(
+    "ring_all_reduce",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "You have both halves: after the reduce-scatter every rank has one chunk of the sum.",
+        "All shards of an all-gather have one shape: what does your reduce-scatter return where the size "
+        "does not divide by n?",
+        "The sum must stand in the tensor that was given, whatever its shape and layout: tensor.copy_(...).",
+    ),
+)
+
+
+def observe_even(trial: Trial) -> SimpleNamespace:
+    kinds = (torch.float64, torch.int64, torch.int32)
+    even = draw(trial, trial.num_ranks * trial.integer(200, 400))
+    half = draw(trial, 200 * trial.num_ranks, dtype=torch.bfloat16)
+    return ask(trial, "ring_all_reduce", [even, half, *dtypes(trial, *kinds)])
+
+
+def observe_odd(trial: Trial) -> SimpleNamespace:
+    odd = draw(trial, trial.num_ranks * trial.integer(200, 400) + 1)
+    return ask(trial, "ring_all_reduce", [*sizes(trial), odd])
+
+
+def observe_layouts(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "ring_all_reduce", layouts(trial))
+
+
+def observe_slow(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "ring_all_reduce", [draw(trial, 20_000 * trial.num_ranks)], delays=True)
+
+
+def slips(case: Case) -> dict[str, Tensor | list[Tensor]]:
+    """What known slips would have left in the tensor."""
+    n, values, total, chunk = len(case.values), case.values, case.total, case.chunk_size
+    even = case.num_elements // n * n
+    padded = total.new_zeros(n * chunk)
+    padded[: case.num_elements] = total.flatten()
+    chunks = padded.view(n, chunk)
+    return {
+        "what it held before: the sum was not written into the tensor that was given": values,
+        "this rank's own part counts twice": [total + value for value in values],
+        "this rank's own part is missing": [total - value for value in values],
+        "only this rank's own chunk of the sum is there: nobody gathered the others": [
+            _with_sums(value, total, r * chunk, (r + 1) * chunk) for r, value in enumerate(values)
+        ],
+        "the elements that are left over, where the size does not divide by n, were not summed": [
+            _with_sums(value, total, 0, even) for value in values
+        ],
+        "the chunks of the sum in the wrong order, each one place too far": _cut(chunks.roll(1, 0), total),
+        "the chunks of the sum in the wrong order, each one place too early": _cut(chunks.roll(-1, 0), total),
+        "these are the largest numbers, not the sums": torch.stack(values).amax(0),
+    }
+
+
+def _with_sums(value: Tensor, total: Tensor, start: int, end: int) -> Tensor:
+    """One rank's own tensor, with the sums in the elements from start to end."""
+    mixed = value.flatten().clone()
+    mixed[start:end] = total.flatten()[start:end]
+    return mixed.view_as(total)
+
+
+def _cut(chunks: Tensor, like: Tensor) -> Tensor:
+    return chunks.flatten()[: like.numel()].view_as(like)
+
+
+def require_sums(trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None) -> None:
+    """Every rank's tensor holds the sum."""
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        if of not in (None, case.values[0].dtype):
+            continue
+        require_tensors(trial, case, answers, "tensor")
+        trial.close(
+            f"the tensor ({case}) after the call",
+            [answer["tensor"] for answer in answers],
+            case.total,
+            alternatives=slips(case),
+            help=help or "A reduce-scatter, then an all-gather of its shards, written into the tensor.",
+        )
+
+
+@check("ring_all_reduce")
+def every_rank_has_the_sum(trial: Trial) -> None:
+    """After the call the tensor of every rank holds the sum over all ranks."""
+    require_sums(trial, trial.once(observe_even), of=torch.float32)
+
+
+@check("ring_all_reduce", subgroup=False)
+def any_size_is_reduced(trial: Trial) -> None:
+    """Sizes that do not divide by n, smaller than n, 0-dim, many dimensions."""
+    require_sums(
+        trial, trial.once(observe_odd), "Pad to n equal chunks, and cut what is too long at the end."
+    )
+
+
+@check("ring_all_reduce")
+def any_dtype_is_reduced(trial: Trial) -> None:
+    """Whole numbers are summed exactly, float64 in float64, and bfloat16 stays bfloat16."""
+    require_sums(trial, trial.once(observe_even), "Keep the tensor's dtype, on the wire and in the sum.")
+
+
+@check("ring_all_reduce", world_sizes=(2, 3), subgroup=False)
+def tensors_need_not_be_contiguous(trial: Trial) -> None:
+    """A tensor that does not lie in one piece of memory is summed in place as well, and nothing else is."""
+    seen = trial.once(observe_layouts)
+    require_sums(
+        trial, seen, "flatten() and contiguous() may return a copy: write the sum back with tensor.copy_()."
+    )
+    require_between(trial, seen)
+
+
+@check("ring_all_reduce", world_sizes=(2, 4), subgroup=False)
+def nothing_is_used_before_it_arrived(trial: Trial) -> None:
+    """When messages are slow, the sums are still right."""
+    require_sums(
+        trial,
+        trial.once(observe_slow),
+        "Wait for the receive before you use what came, and for the send before you change what is sent.",
+    )
+
+
+@check("ring_all_reduce", subgroup=False)
+def only_messages_are_used(trial: Trial) -> None:
+    """It is made of isend and irecv: no collective of torch.distributed is called."""
+    for observe in (observe_even, observe_odd):
+        require_messages_alone(trial, trial.once(observe))
+
+
+@check("ring_all_reduce")
+def only_neighbours_talk(trial: Trial) -> None:
+    """A rank sends to its neighbours in the ring alone."""
+    require_neighbours(trial, trial.once(observe_even))
+
+
+@check("ring_all_reduce", subgroup=False)
+def each_rank_sends_its_share_of_the_bytes(trial: Trial) -> None:
+    """A rank sends 2(n-1)/n of the tensor's bytes, chunks rounded up."""
+    for observe in (observe_even, observe_odd):
+        require_ring_bytes(trial, trial.once(observe), rounds=2)

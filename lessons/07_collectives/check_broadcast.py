@@ -1,0 +1,196 @@
+"""Checks of `broadcast`: a tensor reaches every rank, down a binomial tree."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .cases import Case, ask, draw, dtypes, layouts, require_between, sizes
+from .traffic import SMALL, require_messages_alone, sends
+
+exercise(
+    "broadcast",
+    world_sizes=(2, 1, 4, 3, 8),
+    subgroup=True,
+    hints=(
+        "Count ranks from the source: place = (rank - source) % n. Now the source is always at place 0.",
+        "After round k the places 0 ... 2^k - 1 have the tensor. To whom does each of them send in the "
+        "next round, and who receives from whom?",
+        "A place that would lie beyond n gets nothing. A tensor that is not contiguous can not travel: send "
+        "and receive a contiguous copy, and copy the result back.",
+    ),
+)
+FEW = (2, 1, 4, 3)  # eight ranks are for the shape of the tree alone
+
+
+def from_sources(trial: Trial, cases: list[Case]) -> list[Case]:
+    """The same cases, each from some rank of the group."""
+    return [Case(c.values, c.layout, trial.integer(0, trial.num_ranks - 1)) for c in cases]
+
+
+def observe_sources(trial: Trial) -> SimpleNamespace:
+    size = trial.integer(200, 400)
+    cases = [draw(trial, size, source=source) for source in range(trial.num_ranks)]
+    kinds = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+    return ask(trial, "broadcast", [*cases, *from_sources(trial, dtypes(trial, *kinds))])
+
+
+def observe_sizes(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "broadcast", from_sources(trial, sizes(trial)))
+
+
+def observe_layouts(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "broadcast", from_sources(trial, layouts(trial)))
+
+
+def observe_slow(trial: Trial) -> SimpleNamespace:
+    cases = [draw(trial, 20_000, source=trial.integer(0, trial.num_ranks - 1)) for _ in range(3)]
+    return ask(trial, "broadcast", cases, delays=True)
+
+
+def require_the_sources(
+    trial: Trial, seen: SimpleNamespace, help: str, of: torch.dtype | None = None
+) -> None:
+    """Every rank's tensor holds what the source's did."""
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        if of not in (None, case.values[0].dtype):
+            continue
+        expected = case.values[case.source]
+        alternatives: dict[str, Tensor | list[Tensor]] = {
+            "what it held before: nothing was written into the tensor that was given": case.values,
+            **{
+                f"it is the tensor of rank {r}, and the source is rank {case.source}": value
+                for r, value in enumerate(case.values)
+                if r != case.source
+            },
+            "these are sums over the ranks, not one rank's tensor": case.total,
+        }
+        trial.close(
+            f"the tensor ({case}) after the call",
+            [answer["tensor"] for answer in answers],
+            expected,
+            alternatives=alternatives,
+            rtol=0.0,
+            help=help,
+        )
+
+
+@check("broadcast", world_sizes=FEW)
+def every_rank_has_the_sources_tensor(trial: Trial) -> None:
+    """After the call every rank's tensor holds the source's numbers, whichever rank of the group it is."""
+    require_the_sources(
+        trial,
+        trial.once(observe_sources),
+        "`source` is a rank in the group, as group_src and group_dst are. Receive into the tensor itself.",
+        of=torch.float32,
+    )
+
+
+@check("broadcast", world_sizes=FEW, subgroup=False)
+def any_size_is_broadcast(trial: Trial) -> None:
+    """Tensors of any shape and size: 0-dim, one element, many dimensions."""
+    require_the_sources(trial, trial.once(observe_sizes), "The whole tensor travels: nothing is cut.")
+
+
+@check("broadcast", world_sizes=FEW)
+def any_dtype_is_broadcast(trial: Trial) -> None:
+    """Whole numbers, truth values, float64 and bfloat16 arrive bit for bit."""
+    require_the_sources(trial, trial.once(observe_sources), "Send the tensor's own dtype.")
+
+
+@check("broadcast", world_sizes=(2, 3), subgroup=False)
+def tensors_need_not_be_contiguous(trial: Trial) -> None:
+    """A tensor that does not lie in one piece of memory is filled as well, and nothing else is."""
+    seen = trial.once(observe_layouts)
+    require_the_sources(
+        trial,
+        seen,
+        "contiguous() makes a copy where it must: copy what has arrived back into the tensor.",
+    )
+    require_between(trial, seen)
+
+
+@check("broadcast", world_sizes=(2, 4), subgroup=False)
+def nothing_is_used_before_it_arrived(trial: Trial) -> None:
+    """When messages are slow, every rank still has the right tensor when the call returns."""
+    require_the_sources(
+        trial,
+        trial.once(observe_slow),
+        "isend and irecv return at once. wait() for the receive before you read or send on what came.",
+    )
+
+
+@check("broadcast", world_sizes=FEW, subgroup=False)
+def only_messages_are_used(trial: Trial) -> None:
+    """It is made of isend and irecv: no collective of torch.distributed is called."""
+    for observe in (observe_sources, observe_sizes):
+        require_messages_alone(trial, trial.once(observe))
+
+
+@check("broadcast")
+def messages_form_a_tree(trial: Trial) -> None:
+    """n - 1 messages in all, at most ceil(log2 n) from any rank, ceil(log2 n) steps from the source."""
+    seen, n = trial.once(observe_sources), trial.num_ranks
+    rounds = (n - 1).bit_length()
+    for i, case in enumerate(seen.cases):
+        if case.num_bytes <= SMALL * 2:
+            continue
+        edges = [
+            (r, event.peer, event.num_bytes)
+            for r, recording in enumerate(seen.recordings)
+            for event in sends(recording, i)
+            if event.num_bytes > SMALL
+        ]
+        trial.require(
+            len(edges) == n - 1,
+            f"{len(edges)} messages were sent (source {case.source}), where n - 1 = {n - 1} are enough",
+            help="Every rank but the source receives the tensor exactly once.",
+            cause="every message is the whole tensor to somebody who has it already?"
+            if len(edges) > n - 1
+            else "",
+        )
+        trial.require(
+            sum(num_bytes for _, _, num_bytes in edges) <= (n - 1) * (case.num_bytes + SMALL),
+            f"{sum(num_bytes for _, _, num_bytes in edges):,} bytes were sent, where {n - 1} tensors are "
+            f"{(n - 1) * case.num_bytes:,}",
+            help="A message is the tensor, and nothing else.",
+        )
+        require_few_from_each(trial, edges, case.source, rounds)
+        require_few_steps(trial, edges, case.source, rounds)
+
+
+def require_few_from_each(trial: Trial, edges: list[tuple], source: int, rounds: int) -> None:
+    """A star, in which the source serves everybody, sends n - 1 from one rank."""
+    for r in range(trial.num_ranks):
+        count = sum(sender == r for sender, _, _ in edges)
+        star = count == trial.num_ranks - 1
+        trial.require(
+            count <= rounds,
+            f"it sends {count} messages (source {source}), more than ceil(log2 {trial.num_ranks}) = {rounds}",
+            cause="a star: one rank sends to all others, one after the other" if star else "",
+            help="Whoever has received the tensor helps to send it: the number who have it doubles.",
+            rank=r,
+        )
+
+
+def require_few_steps(trial: Trial, edges: list[tuple], source: int, rounds: int) -> None:
+    """A chain, in which everybody has one message to send, takes n - 1 steps."""
+    if any(receiver is None for _, receiver, _ in edges):
+        return
+    steps, reached = {source: 0}, [source]
+    for r in reached:
+        for sender, receiver, _ in edges:
+            if sender == r and receiver not in steps:
+                steps[receiver] = steps[r] + 1
+                reached.append(receiver)
+    last = max(steps, key=lambda r: steps[r])
+    trial.require(
+        steps[last] <= rounds,
+        f"it is reached after {steps[last]} messages, one after the other (source {source}); a tree takes "
+        f"ceil(log2 {trial.num_ranks}) = {rounds}",
+        cause="a chain: each rank sends to the next one" if steps[last] == trial.num_ranks - 1 else "",
+        help="Whoever has received the tensor helps to send it, and so does the source: it goes on sending.",
+        rank=last,
+    )

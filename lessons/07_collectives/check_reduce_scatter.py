@@ -1,0 +1,183 @@
+"""Checks of `ring_reduce_scatter`: rank r gets chunk r of the sum."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .cases import Case, ask, draw, dtypes, layouts, require_tensors, require_untouched, sizes
+from .traffic import require_messages_alone, require_neighbours, require_ring_bytes
+
+exercise(
+    "ring_reduce_scatter",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "Follow one chunk: where must it start so that it has visited every rank when it reaches rank r, "
+        "its owner, after n - 1 steps?",
+        "In step s = 1 ... n - 1 rank r sends chunk (r - s) % n to rank r + 1. Which chunk does it receive "
+        "from rank r - 1, and what does it do with it?",
+        "Copy the tensor into new_zeros(n * chunk_size) first: then all chunks have one size, and the input "
+        "stays as it was. Start send and receive, then wait for both.",
+    ),
+)
+
+
+def observe_even(trial: Trial) -> SimpleNamespace:
+    kinds = (torch.float64, torch.int64, torch.int32)
+    even = draw(trial, trial.num_ranks * trial.integer(200, 400))
+    half = draw(trial, 200 * trial.num_ranks, dtype=torch.bfloat16)
+    return ask(trial, "ring_reduce_scatter", [even, half, *dtypes(trial, *kinds)])
+
+
+def observe_odd(trial: Trial) -> SimpleNamespace:
+    odd = draw(trial, trial.num_ranks * trial.integer(200, 400) + 1)
+    return ask(trial, "ring_reduce_scatter", [*sizes(trial), odd])
+
+
+def observe_layouts(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "ring_reduce_scatter", layouts(trial))
+
+
+def observe_slow(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "ring_reduce_scatter", [draw(trial, 20_000 * trial.num_ranks)], delays=True)
+
+
+def pieces(case: Case, whole: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """Chunk r of each rank's flattened tensor, as long as rank r's shard, without padding."""
+    starts = [sum(lengths[:r]) for r in range(len(lengths))]
+    return [
+        tensor.flatten()[start : start + length]
+        for tensor, start, length in zip(whole, starts, lengths, strict=True)
+    ]
+
+
+def slips(case: Case, lengths: list[int]) -> dict[str, list[Tensor]]:
+    """What known slips would have returned."""
+    n, values = len(case.values), case.values
+    before = [values[r] + values[r - 1] for r in range(n)]
+    after = [values[r] + values[(r + 1) % n] for r in range(n)]
+    twice = [case.total + value for value in values]
+    once_less = [case.total - value for value in values]
+    first = [torch.stack(values).amax(0)] * n
+    told = {
+        "this rank's own chunk: nothing was added to it": values,
+        "this rank's own part counts twice: one step too many?": twice,
+        "this rank's own part is missing": once_less,
+        "only this rank's and the part of the rank before are in it": before,
+        "only this rank's and the next rank's parts are in it": after,
+        "these are the largest numbers, not the sums": first,
+    }
+    return {cause: pieces(case, whole, lengths) for cause, whole in told.items()}
+
+
+def require_shards(
+    trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None
+) -> None:
+    """The shards, joined and cut to size, are the flattened sum: padded or with a short last chunk."""
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        if of not in (None, case.values[0].dtype):
+            continue
+        require_tensors(trial, case, answers)
+        require_chunks(trial, case, answers)
+        lengths = [answer["returned"].numel() for answer in answers]
+        shards = [answer["returned"] for answer in answers]
+        expected = pieces(case, [case.total] * trial.num_ranks, lengths)
+        trial.close(
+            f"the shard of {case}",
+            [shard[: len(e)] for shard, e in zip(shards, expected, strict=True)],
+            expected,
+            alternatives=slips(case, lengths),
+            help=help or "Rank r returns chunk r: which chunk is complete on this rank after n - 1 steps?",
+        )
+
+
+def require_chunks(trial: Trial, case: Case, answers: list[dict[str, Any]]) -> None:
+    """Every shard is one-dimensional and no longer than an n-th; together they are long enough."""
+    for r, answer in enumerate(answers):
+        shape = tuple(answer["returned"].shape)
+        trial.require(
+            len(shape) == 1,
+            f"given {case} it returned the shape {shape}, not a 1-D shard",
+            help="Flatten the tensor, then cut it.",
+            rank=r,
+        )
+        trial.require(
+            shape[0] <= case.chunk_size,
+            f"given {case} it returned {shape[0]} elements, and a chunk has "
+            f"ceil({case.num_elements}/{trial.num_ranks}) = {case.chunk_size}",
+            cause="the whole, not this rank's chunk?" if shape[0] >= case.num_elements else "",
+            rank=r,
+        )
+    together = sum(answer["returned"].numel() for answer in answers)
+    trial.require(
+        together >= case.num_elements,
+        f"given {case}: all shards together have {together} elements, so "
+        f"{case.num_elements - together} were lost",
+        help="Round the size of a chunk up, and fill the last one with zeros.",
+    )
+
+
+@check("ring_reduce_scatter")
+def shards_are_chunks_of_the_sum(trial: Trial) -> None:
+    """Rank r returns chunk r of the sum over all ranks."""
+    require_shards(trial, trial.once(observe_even), of=torch.float32)
+
+
+@check("ring_reduce_scatter", subgroup=False)
+def any_size_is_reduced(trial: Trial) -> None:
+    """Sizes that do not divide by n, smaller than n, 0-dim, many dimensions: no element is lost."""
+    require_shards(trial, trial.once(observe_odd), "Pad to n chunks of equal size, or make the last shorter.")
+
+
+@check("ring_reduce_scatter")
+def any_dtype_is_reduced(trial: Trial) -> None:
+    """Whole numbers are summed exactly, float64 in float64; a shard has the tensor's dtype."""
+    require_shards(trial, trial.once(observe_even), "Keep the tensor's dtype, on the wire and in the sum.")
+
+
+@check("ring_reduce_scatter", world_sizes=(2, 3), subgroup=False)
+def tensors_need_not_be_contiguous(trial: Trial) -> None:
+    """A tensor that does not lie in one piece of memory is summed as well."""
+    seen = trial.once(observe_layouts)
+    require_shards(trial, seen, "flatten() and reshape() copy where view() fails.")
+    require_untouched(trial, seen)
+
+
+@check("ring_reduce_scatter", world_sizes=(2, 4), subgroup=False)
+def nothing_is_used_before_it_arrived(trial: Trial) -> None:
+    """When messages are slow, the sums are still right."""
+    require_shards(
+        trial,
+        trial.once(observe_slow),
+        "Wait for the receive before you add what came, and for the send before you change what is sent.",
+    )
+
+
+@check("ring_reduce_scatter")
+def input_is_unchanged(trial: Trial) -> None:
+    """The tensor that was handed over is the same afterwards."""
+    require_untouched(trial, trial.once(observe_even))
+
+
+@check("ring_reduce_scatter", subgroup=False)
+def only_messages_are_used(trial: Trial) -> None:
+    """It is made of isend and irecv: no collective of torch.distributed is called."""
+    for observe in (observe_even, observe_odd):
+        require_messages_alone(trial, trial.once(observe))
+
+
+@check("ring_reduce_scatter")
+def only_neighbours_talk(trial: Trial) -> None:
+    """A rank sends to its neighbours in the ring alone."""
+    require_neighbours(trial, trial.once(observe_even))
+
+
+@check("ring_reduce_scatter", subgroup=False)
+def each_rank_sends_its_share_of_the_bytes(trial: Trial) -> None:
+    """A rank sends (n-1)/n of the tensor's bytes, chunks rounded up."""
+    for observe in (observe_even, observe_odd):
+        require_ring_bytes(trial, trial.once(observe), rounds=1)

@@ -1,0 +1,197 @@
+"""Checks of `relay_microbatches`: a buffer that is being sent belongs to the network until `wait()`."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .traffic import SMALL, require_messages_alone
+
+exercise(
+    "relay_microbatches",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "What isend returns is not used. Until when may the network still read the tensor that you gave it?",
+        "How many tensors can `output` hold at once, and how many may be on their way?",
+        "Before output is written again, and before the function returns: wait for the last isend.",
+    ),
+)
+PAUSE = 0.015  # seconds that a slow layer takes
+
+
+def relay(rank: Any, inputs: list[Tensor], weight: Tensor, pause: float) -> dict[str, Any]:
+    calls = []
+
+    def layer(x: Tensor) -> Tensor:
+        recording.mark(f"{len(calls)}")
+        calls.append(len(calls))
+        time.sleep(pause)
+        return torch.tanh(x @ weight)
+
+    given = [x.clone() for x in inputs]
+    with rank.record() as recording:
+        outputs = rank.submission.relay_microbatches(layer, given, rank.group)
+        recording.mark("end")
+    return {
+        "outputs": [*outputs] if isinstance(outputs, list | tuple) else outputs,
+        "inputs": given,
+        "calls": len(calls),
+        "recording": recording,
+    }
+
+
+def observe_relay(trial: Trial, slow_receivers: bool, delays: bool = False) -> SimpleNamespace:
+    """All ranks are given inputs of one shape; those of the others are rank 0's business alone."""
+    n, num_inputs, h = trial.num_ranks, trial.integer(6, 8), trial.integer(9, 15)
+    inputs = [trial.normal(3, h) for _ in range(num_inputs)]
+    others = [torch.full((3, h), float("nan")) for _ in range(num_inputs)]
+    weights = [trial.normal(h, h) * 2 / h**0.5 for _ in range(n)]
+    pauses = [PAUSE * (r if slow_receivers else n - 1 - r) / max(n - 1, 1) for r in range(n)]
+    results = trial.run(
+        relay,
+        per_rank=[(others if r else inputs, weights[r], pauses[r]) for r in range(n)],
+        delays=delays,
+    )
+    stages = [inputs]
+    for weight in weights:
+        stages.append([torch.tanh(x.double() @ weight.double()) for x in stages[-1]])
+    expected = [x.float() for x in stages[-1]]
+    return SimpleNamespace(inputs=inputs, results=results, expected=expected, recordings=_recordings(results))
+
+
+def _recordings(results: list[dict]) -> list[Any]:
+    return [result["recording"] for result in results]
+
+
+def observe_slow_receivers(trial: Trial) -> SimpleNamespace:
+    return observe_relay(trial, slow_receivers=True)
+
+
+def observe_slow_senders(trial: Trial) -> SimpleNamespace:
+    return observe_relay(trial, slow_receivers=False, delays=True)
+
+
+def require_outputs(trial: Trial, seen: SimpleNamespace, help: str) -> None:
+    """The last rank's outputs are those of one process, in order."""
+    last, expected = trial.num_ranks - 1, seen.expected
+    outputs = seen.results[last]["outputs"]
+    trial.require(
+        isinstance(outputs, list) and all(isinstance(x, Tensor) for x in outputs),
+        "it did not return a list of tensors",
+        help="The last rank returns what its layer made of each input.",
+        rank=last,
+    )
+    trial.require(
+        len(outputs) == len(expected),
+        f"it returned {len(outputs)} outputs for {len(expected)} inputs",
+        help="One output for each input, in their order.",
+        rank=last,
+    )
+    places = [_place(x, expected) for x in outputs]
+    moved = [(i, place) for i, place in enumerate(places) if place not in (i, None)]
+    cause = ""
+    if moved:
+        i, place = moved[0]
+        later = place > i
+        cause = f"that is the output of micro-batch {place}: " + (
+            "the buffer was written again before its message had left" if later else "an older one"
+        )
+    for i, (output, e) in enumerate(zip(outputs, expected, strict=True)):
+        told = f"the output of micro-batch {i} on the last rank"
+        alternatives = {cause: outputs[i]} if moved and moved[0][0] == i else {}
+        trial.close(told, output, e, alternatives=alternatives, help=help, rtol=1e-3)
+
+
+def _place(output: Tensor, expected: list[Tensor]) -> int | None:
+    for i, e in enumerate(expected):
+        if output.shape == e.shape and (output - e).abs().max() < 1e-3:
+            return i
+    return None
+
+
+@check("relay_microbatches")
+def slow_receivers_get_every_microbatch(trial: Trial) -> None:
+    """When the later ranks are slower, each micro-batch still arrives with its own numbers."""
+    require_outputs(
+        trial,
+        trial.once(observe_slow_receivers),
+        "A tensor given to isend must not be changed or freed before wait() of what isend returned.",
+    )
+
+
+@check("relay_microbatches", world_sizes=(2, 3), subgroup=False)
+def slow_senders_are_waited_for(trial: Trial) -> None:
+    """When the earlier ranks and all messages are slower, no rank computes with what has not arrived."""
+    require_outputs(
+        trial, trial.once(observe_slow_senders), "A tensor given to irecv is not there before its wait()."
+    )
+
+
+@check("relay_microbatches")
+def other_ranks_return_nothing(trial: Trial) -> None:
+    """The outputs are on the last rank; the others return an empty list."""
+    for r, result in enumerate(trial.once(observe_slow_receivers).results[:-1]):
+        trial.require(
+            result["outputs"] in ([], None),
+            "it returned outputs, and only the last rank has any",
+            help="A rank that is not the last passes its outputs on, and returns an empty list.",
+            rank=r,
+        )
+
+
+@check("relay_microbatches")
+def inputs_are_unchanged(trial: Trial) -> None:
+    """The inputs are the same afterwards."""
+    seen = trial.once(observe_slow_receivers)
+    for i, x in enumerate(seen.inputs):
+        trial.close(
+            f"input {i} after the call",
+            seen.results[0]["inputs"][i],
+            x,
+            rtol=0.0,
+            help="Receive and compute in tensors of your own.",
+        )
+
+
+@check("relay_microbatches")
+def every_output_is_passed_on_at_once(trial: Trial) -> None:
+    """A rank calls its layer once for each input, and each output leaves for the next rank at once."""
+    seen, n = trial.once(observe_slow_receivers), trial.num_ranks
+    num_inputs = len(seen.inputs)
+    require_messages_alone(trial, seen)
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["calls"] == num_inputs,
+            f"it called its layer {result['calls']} times for {num_inputs} inputs",
+            rank=r,
+        )
+        sent = [e for e in result["recording"].events if e.kind == "send" and e.num_bytes > SMALL]
+        astray = [e for e in sent if e.peer not in (r + 1, None)]
+        trial.require(
+            not astray,
+            f"it sends to rank {astray[0].peer if astray else ''}, which is not the next one",
+            help="A pipeline is a line: from rank r to rank r + 1, a rank in the group.",
+            rank=r,
+        )
+        want = num_inputs if r < n - 1 else 0
+        trial.require(
+            len(sent) == want,
+            f"it sends {len(sent)} messages, expected {want}: one for each micro-batch",
+            cause="the micro-batches travel together: the next rank has to wait for all of them"
+            if len(sent) == 1
+            else "",
+            help="Send each output as soon as it is computed: then all ranks work at the same time.",
+            rank=r,
+        )
+        late = [i for i, e in enumerate(sent) if e.after == "end" or (e.after and int(e.after) > i + 1)]
+        trial.require(
+            not late,
+            f"the output of micro-batch {(late or [0])[0]} is sent only after later ones were computed",
+            help="Send each output as soon as it is computed: then all ranks work at the same time.",
+            rank=r,
+        )

@@ -1,0 +1,171 @@
+"""Collectives by hand: broadcast down a tree, reduce-scatter, all-gather and all-reduce round a ring.
+
+Everything is made of messages between two ranks. A ring keeps every rank's network busy all the
+time, in both directions, and so its price in bytes hardly depends on the number of ranks.
+Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
+MPICH"; Patarasuk and Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+
+def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> None:
+    """Give every rank the tensor of rank `source` (a rank in the group), in place.
+
+    Down a binomial tree: in each round every rank that has the tensor sends it to one that has not.
+    n - 1 messages in all, ceil(log2 n) rounds, and at most ceil(log2 n) messages from any rank.
+    """
+    # answer: about 12 lines
+    n, rank = group.size(), group.rank()
+    place = (rank - source) % n  # counted from the source
+    buffer = tensor.contiguous()
+    reach = 1  # how many ranks have it
+    while reach < n:
+        if place < reach and place + reach < n:
+            dist.isend(buffer, group=group, group_dst=(rank + reach) % n).wait()
+        elif reach <= place < 2 * reach:
+            dist.irecv(buffer, group=group, group_src=(rank - reach) % n).wait()
+        reach *= 2
+    if buffer is not tensor:
+        tensor.copy_(buffer)
+    # end of answer
+
+
+# answer: one step of a ring: about 12 lines
+def pass_on(outgoing: Tensor, group: ProcessGroup) -> Tensor:
+    """Send to the next rank, and return what the rank before sent, of the same shape.
+
+    Both start before either is waited for, as one batch: NCCL takes the messages of a batch side by
+    side, and separate ones in turn.
+    """
+    n, rank = group.size(), group.rank()
+    incoming = torch.empty_like(outgoing)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, outgoing, group=group, group_peer=(rank + 1) % n),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank - 1) % n),
+        ]
+    )
+    for work in works:
+        work.wait()
+    return incoming
+
+
+# end of answer
+
+
+def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of all ranks' tensors, of which rank r returns chunk r: any shape to (ceil(numel/n),).
+
+    The tensor is flattened and cut into n chunks, the last ones padded (or shorter). In each of n - 1
+    steps a rank sends one partial sum to its neighbour, so it sends (n-1)/n of the tensor's bytes.
+    The input is not changed.
+    """
+    # answer: about 8 lines
+    n, rank = group.size(), group.rank()
+    chunk_size = -(-tensor.numel() // n)
+    padded = tensor.new_zeros(n * chunk_size)
+    padded[: tensor.numel()] = tensor.flatten()
+    chunks = padded.view(n, chunk_size)
+    for step in range(1, n):
+        incoming = pass_on(chunks[(rank - step) % n], group)
+        chunks[(rank - step - 1) % n] += incoming
+    return chunks[rank].clone()  # a view would keep all chunks in memory
+    # end of answer
+
+
+def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
+    """The shards of all ranks, joined along dim 0 in the order of ranks: (m, ...) to (n·m, ...).
+
+    All shards have the same shape. In each of n - 1 steps a rank sends one shard to its neighbour, so
+    it sends (n-1)/n of the result's bytes. The input is not changed.
+    """
+    # answer: about 6 lines
+    n, rank = group.size(), group.rank()
+    shards = shard.new_empty(n, *shard.shape)
+    shards[rank] = shard
+    for step in range(n - 1):
+        shards[(rank - step - 1) % n] = pass_on(shards[(rank - step) % n], group)
+    return shards.flatten(0, 1)
+    # end of answer
+
+
+def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
+    """Replace the tensor by the sum of all ranks' tensors, in place; any shape and size.
+
+    A reduce-scatter, then an all-gather: 2(n-1) steps, 2(n-1)/n of the tensor's bytes from each rank.
+    """
+    # answer: about 3 lines
+    shard = ring_reduce_scatter(tensor, group)
+    total = ring_all_gather(shard, group)[: tensor.numel()]
+    tensor.copy_(total.view(tensor.shape))
+    # end of answer
+
+
+def collective_time(kind: str, num_bytes: float, num_ranks: int, latency: float, bandwidth: float) -> float:
+    """Seconds that a collective takes when a step costs `latency` + bytes of the step / `bandwidth`.
+
+    Args:
+        kind: "all_reduce", "all_gather", "reduce_scatter" (rings), "broadcast" (a binomial tree, the
+            whole tensor in each step) or "all_to_all" (n - 1 exchanges).
+        num_bytes: S, of the whole tensor: the gathered one for all_gather, the input of reduce_scatter,
+            one rank's whole buffer for all_to_all.
+        num_ranks: n. One rank takes no time.
+        latency: seconds of a step that do not depend on its bytes.
+        bandwidth: bytes a second that a rank can send, while it receives as many.
+
+    Raises:
+        ValueError: another kind.
+    """
+    # answer: about 9 lines
+    n = num_ranks
+    tree_steps = (n - 1).bit_length()  # ceil(log2 n)
+    if kind == "all_reduce":
+        steps, step_bytes = 2 * (n - 1), num_bytes / n
+    elif kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        steps, step_bytes = n - 1, num_bytes / n
+    elif kind == "broadcast":
+        steps, step_bytes = tree_steps, num_bytes
+    else:
+        raise ValueError(
+            f"no collective {kind!r}: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all"
+        )
+    return steps * (latency + step_bytes / bandwidth)
+    # end of answer
+
+
+def relay_microbatches(
+    layer: Callable[[Tensor], Tensor], inputs: list[Tensor], group: ProcessGroup
+) -> list[Tensor]:
+    """This rank's part of a pipeline: rank r applies its layer to what rank r - 1 made of each input.
+
+    Every rank is given as many inputs, of one shape, which no layer changes; the numbers that count
+    are those of rank 0. An output leaves for the next rank as soon as it is computed. The last rank
+    returns the outputs in order, the others an empty list. When it returns, all messages have left.
+    """
+    # answer: four lines more than the broken program
+    rank, last = group.rank(), group.size() - 1
+    arrived, output = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    outputs: list[Tensor] = []
+    sending: Work | None = None
+    for x in inputs:
+        if rank > 0:
+            x = arrived
+            dist.recv(x, group=group, group_src=rank - 1)
+        made = layer(x)
+        if sending is not None:
+            sending.wait()  # until then the network reads `output`
+        output.copy_(made)
+        if rank < last:
+            sending = dist.isend(output, group=group, group_dst=rank + 1)
+        else:
+            outputs.append(output.clone())
+    if sending is not None:
+        sending.wait()
+    return outputs
+    # end of answer

@@ -1,0 +1,104 @@
+"""Lesson 07 otherwise: uneven chunks, both directions at once, one loop for both phases."""
+
+import torch
+import torch.distributed as dist
+
+
+def start(outgoing, incoming, to, source, group):
+    """Receive first, then send: both are under way when it returns."""
+    get = dist.get_global_rank
+    receiving = dist.irecv(incoming, src=get(group, source), group=group)
+    sending = dist.isend(outgoing, dst=get(group, to), group=group)
+    return [receiving, sending]
+
+
+def broadcast(tensor, source, group):
+    n, rank = group.size(), group.rank()
+    place = (rank - source) % n
+    buffer = tensor.contiguous().view(-1)
+    step = 1
+    while step < n:
+        step *= 2
+    works = []
+    while step > 1:  # far ones first
+        step //= 2
+        if place % (2 * step) == 0 and place + step < n:
+            works.append(dist.isend(buffer, group=group, group_dst=(place + step + source) % n))
+        elif place % (2 * step) == step:
+            dist.recv(buffer, group=group, group_src=(place - step + source) % n)
+    for work in works:
+        work.wait()
+    tensor.copy_(buffer.view(tensor.shape))
+
+
+def cut(flat, n):
+    return [piece.clone() for piece in flat.tensor_split(n)]
+
+
+def one_way(pieces, group, direction):
+    """Reduce-scatter in place of a list of pieces; rank r's piece is complete."""
+    n, rank = group.size(), group.rank()
+    to, source = (rank + direction) % n, (rank - direction) % n
+    for step in range(1, n):
+        out = pieces[(rank - direction * step) % n]
+        into = pieces[(rank - direction * (step + 1)) % n]
+        incoming = torch.empty_like(into)
+        for work in start(out, incoming, to, source, group):
+            work.wait()
+        into.add_(incoming)
+
+
+def ring_reduce_scatter(tensor, group):
+    """One half of each chunk goes up the ring, the other down."""
+    chunks = cut(tensor.flatten(), group.size())
+    halves = [chunk.tensor_split(2) for chunk in chunks]
+    up, down = [a.clone() for a, _ in halves], [b.clone() for _, b in halves]
+    one_way(up, group, 1)
+    one_way(down, group, -1)
+    return torch.cat([up[group.rank()], down[group.rank()]])
+
+
+def ring_all_gather(shard, group):
+    n, rank = group.size(), group.rank()
+    whole = shard.new_empty(n * shard.size(0), *shard.shape[1:])
+    parts = whole.chunk(n) if shard.size(0) else [whole] * n
+    parts[rank].copy_(shard)
+    for step in range(n - 1):
+        out, into = parts[(rank - step) % n], parts[(rank - step - 1) % n]
+        for work in start(out, into, (rank + 1) % n, (rank - 1) % n, group):
+            work.wait()
+    return whole
+
+
+def ring_all_reduce(tensor, group):
+    """Both phases on the same uneven pieces, with a message ahead that says how large the tensor is."""
+    n, rank = group.size(), group.rank()
+    if n > 1:
+        size, theirs = torch.tensor([tensor.numel()]), torch.zeros(1, dtype=torch.int64)
+        for work in start(
+            size.to(tensor.device), theirs.to(tensor.device), (rank + 1) % n, (rank - 1) % n, group
+        ):
+            work.wait()
+    pieces = cut(tensor.flatten(), n)
+    one_way(pieces, group, 1)
+    for step in range(n - 1):
+        out, into = pieces[(rank - step) % n], pieces[(rank - step - 1) % n]
+        for work in start(out, into, (rank + 1) % n, (rank - 1) % n, group):
+            work.wait()
+    tensor.copy_(torch.cat(pieces).view(tensor.shape))
+
+
+def relay_microbatches(layer, inputs, group):
+    """Blocking sends: nothing is overwritten, and a rank computes while the next one does."""
+    rank, last = group.rank(), group.size() - 1
+    outputs = []
+    for x in inputs:
+        if rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, group=group, group_src=rank - 1)
+        x = layer(x)
+        if rank < last:
+            dist.send(x, group=group, group_dst=rank + 1)
+        else:
+            outputs.append(x)
+    return outputs

@@ -1,0 +1,107 @@
+"""Lesson 07 otherwise: paired blocking sends, down the ring, a short last chunk, a recursive tree."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+
+def swap(outgoing, incoming, group):
+    """Send to the rank before, receive from the next one; somebody always receives first."""
+    n, rank = group.size(), group.rank()
+    to, source = (rank - 1) % n, (rank + 1) % n
+    if rank == 0:
+        dist.recv(incoming, group=group, group_src=source)
+        dist.send(outgoing, group=group, group_dst=to)
+    else:
+        dist.send(outgoing, group=group, group_dst=to)
+        dist.recv(incoming, group=group, group_src=source)
+
+
+def broadcast(tensor, source, group):
+    n, rank = group.size(), group.rank()
+    here = (rank - source) % n
+    buffer = tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+
+    def spread(first, end):
+        """The place `first` has it, and places up to `end` want it: serve the middle, then both halves."""
+        while end - first > 1:
+            middle = first + (end - first + 1) // 2
+            if here == first:
+                dist.send(buffer, group=group, group_dst=(middle + source) % n)
+            elif here == middle:
+                dist.recv(buffer, group=group, group_src=(first + source) % n)
+            if here >= middle:
+                first = middle
+            else:
+                end = middle
+
+    spread(0, n)
+    if not tensor.is_contiguous():
+        tensor.copy_(buffer)
+    return tensor
+
+
+def ring_reduce_scatter(tensor, group):
+    n, rank = group.size(), group.rank()
+    flat = tensor.reshape(-1).clone()
+    length = math.ceil(flat.numel() / n)
+    chunks = [flat[i * length : (i + 1) * length] for i in range(n)]  # the last ones short, or empty
+    for step in range(n - 1):
+        out, into = chunks[(rank + 1 + step) % n], chunks[(rank + 2 + step) % n]
+        incoming = torch.empty_like(into)
+        swap(out, incoming, group)
+        into += incoming
+    return chunks[rank]
+
+
+def ring_all_gather(shard, group):
+    n, rank = group.size(), group.rank()
+    parts = [None] * n
+    parts[rank] = shard.contiguous()
+    for step in range(n - 1):
+        parts[(rank + step + 1) % n] = torch.empty_like(parts[rank])
+        swap(parts[(rank + step) % n], parts[(rank + step + 1) % n], group)
+    return torch.cat(parts)
+
+
+def ring_all_reduce(tensor, group):
+    mine = ring_reduce_scatter(tensor, group)
+    length = -(-tensor.numel() // group.size())
+    padded = tensor.new_zeros(length)
+    padded[: mine.numel()] = mine
+    whole = ring_all_gather(padded, group)
+    tensor.copy_(whole.narrow(0, 0, tensor.numel()).reshape(tensor.shape))
+    return tensor
+
+
+def collective_time(kind, num_bytes, num_ranks, latency, bandwidth):
+    n = num_ranks
+    hops = {
+        "all_gather": (n - 1, (n - 1) / n),
+        "reduce_scatter": (n - 1, (n - 1) / n),
+        "all_reduce": (2 * n - 2, 2 - 2 / n),
+        "all_to_all": (n - 1, (n - 1) / n),
+        "broadcast": (math.ceil(math.log2(n)),) * 2,
+    }
+    if kind not in hops:
+        raise ValueError(kind)
+    steps, share = hops[kind]
+    return steps * latency + share * num_bytes / bandwidth
+
+
+def relay_microbatches(layer, inputs, group):
+    rank, n = group.rank(), group.size()
+    outputs, on_the_way = [], []
+    for x in inputs:
+        if rank:
+            x = torch.empty_like(x)
+            dist.irecv(x, group=group, group_src=rank - 1).wait()
+        made = layer(x).contiguous()
+        if rank == n - 1:
+            outputs.append(made)
+        else:  # a tensor of its own for each message, kept until it has left
+            on_the_way.append((made, dist.isend(made, group=group, group_dst=rank + 1)))
+    for _, work in on_the_way:
+        work.wait()
+    return outputs
