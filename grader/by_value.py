@@ -1,6 +1,5 @@
 """Pickles functions and classes by value, so that what a notebook defined runs in another process."""
 
-import copyreg
 import importlib
 import io
 import sys
@@ -8,37 +7,30 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
-from torch.utils._config_module import ConfigModule
 
 
 def by_value(value: Any) -> bytes:
-    """Pickle a value with the functions and classes that it is made of.
-
-    torch keeps its settings in modules of their own types, which no pickle takes, and any function that says
-    `dist` and `.config` reaches one: those travel by name.
-    """
-    for module in list(sys.modules.values()):
-        if isinstance(module, ConfigModule):
-            copyreg.pickle(type(module), _by_name)
+    """Pickle a value with the functions and classes that it is made of."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
-def _by_name(module: ModuleType) -> tuple[Any, tuple[str]]:
-    return importlib.import_module, (module.__name__,)
-
-
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle, which would copy a module that cannot be imported, such as `torch._C._functions`.
+    """cloudpickle, and torch's unusual modules.
 
-    What torch's `once_differentiable` returns reaches that one, and its copy cannot be loaded: here such
-    a module is an attribute of the one that it belongs to.
+    Some are of types of their own, which no pickle takes: the settings that a function reaches which says
+    `dist` and `.config`, and `torch.ops`. They travel by name. Others are in no list of modules, such as
+    `torch._C._functions`, which `once_differentiable` reaches; cloudpickle would copy them, and the copy
+    cannot be loaded. They travel as attributes of the module that they belong to.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, ModuleType) and obj.__name__ not in sys.modules:
+        if isinstance(obj, ModuleType):
+            known = sys.modules.get(obj.__name__)
+            if known is obj and type(obj) is not ModuleType:
+                return importlib.import_module, (obj.__name__,)
             owner, _, name = obj.__name__.rpartition(".")
-            if getattr(sys.modules.get(owner), name, None) is obj:
+            if known is None and getattr(sys.modules.get(owner), name, None) is obj:
                 return getattr, (sys.modules[owner], name)
         return super().reducer_override(obj)
