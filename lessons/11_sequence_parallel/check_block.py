@@ -58,8 +58,11 @@ exercise(
 RATE = 0.4
 
 
-def block_probe(rank, cases: list) -> list[dict]:
-    return [one_block(rank, *case) for case in cases]
+def block_probe(rank, plain: list, dropping: list) -> dict:
+    return {
+        "plain": [one_block(rank, *case) for case in plain],
+        "dropping": [one_dropping(rank, *case) for case in dropping],
+    }
 
 
 def built_block(rank, config: dict, weights: dict):
@@ -110,24 +113,58 @@ def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def observe_block(trial: Trial) -> list[SimpleNamespace]:
+def one_dropping(rank, config: dict, weights: dict, seed: int, x: Tensor, upstream: Tensor) -> dict:
+    rank.seed(seed)
+    block = built_block(rank, config, weights).train()
+    rank.seed(seed + 1)
+    runs = []
+    for _ in range(2):
+        seen, hooks = watch([block])
+        y = block(x)
+        runs.append(seen)
+        if len(runs) == 1:
+            backward(y, upstream)
+        for hook in hooks:
+            hook.remove()
+    return {
+        "first": runs[0], "second": runs[1], "gradients": gradients_of(block),
+        "weights": describe(block)["weights"], "asleep": block.eval()(x).detach(),
+    }  # fmt: skip
+
+
+def observe_block(trial: Trial) -> SimpleNamespace:
+    """`plain` and `dropping`: lists of cases with the ranks' results."""
     n = trial.num_ranks
-    cases = [block_case(trial, True), block_case(trial, False)]
+    plain = [block_case(trial, True), block_case(trial, False)]
+    config = small_config(trial, dropout=RATE, bias=True, n_embd=36)
+    block = drawn_alike(Block(GPTConfig(**config)), trial)
+    weights = weights_of(block)
+    x, upstream = (trial.normal(2, 12, config["n_embd"]) for _ in range(2))
+    base = trial.integer(1, 10**6)
+    kinds = {"the ranks share a seed": [base] * n, "each rank has a seed": [base + 10 * r for r in range(n)]}
+    dropping = [
+        SimpleNamespace(name=name, block=block, weights=weights, x=x, upstream=upstream) for name in kinds
+    ]
+    xs, upstreams = parts(x, 1, n), parts(upstream, 1, n)
     runs = [
-        ([(c.config, c.weights, parts(c.x, 1, n)[r], parts(c.upstream, 1, n)[r]) for c in cases],)
+        (
+            [(c.config, c.weights, parts(c.x, 1, n)[r], parts(c.upstream, 1, n)[r]) for c in plain],
+            [(config, weights, seeds[r], xs[r], upstreams[r]) for seeds in kinds.values()],
+        )
         for r in range(n)
     ]
     results = trial.run(block_probe, per_rank=runs)
-    for number, case in enumerate(cases):
-        case.results = [result[number] for result in results]
-    return cases
+    for name, cases in (("plain", plain), ("dropping", dropping)):
+        for number, case in enumerate(cases):
+            case.results = [result[name][number] for result in results]
+    return SimpleNamespace(plain=plain, dropping=dropping)
 
 
 @check("sequence_parallel_block")
 @by_group_rank
 def block_output_is_the_dense_one(trial: Trial) -> None:
     """Called with this rank's tokens, the block returns the dense block's output for them."""
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         trial.close(
             f"the output ({seen.name})",
             each_rank(seen, "output"),
@@ -142,7 +179,7 @@ def block_output_is_the_dense_one(trial: Trial) -> None:
 @by_group_rank
 def block_input_gradient_is_the_dense_one(trial: Trial) -> None:
     """The gradient of this rank's tokens is the dense block's, complete."""
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         trial.close(
             f"the gradient of the input ({seen.name})",
             each_rank(seen, "gradient"),
@@ -155,7 +192,7 @@ def block_input_gradient_is_the_dense_one(trial: Trial) -> None:
 def block_is_cut_and_names_stay(trial: Trial) -> None:
     """Each rank has its slice of every matrix, in tensors of their own, under the dense block's names."""
     n = trial.num_ranks
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         for rank, held in enumerate(each_rank(seen, "weights")):
             odd = sorted(set(seen.weights) ^ set(held))
             trial.require(
@@ -184,7 +221,7 @@ def block_is_cut_and_names_stay(trial: Trial) -> None:
 @by_group_rank
 def norms_and_biases_are_summed(trial: Trial) -> None:
     """Norms and the biases after a reduce-scatter have the dense gradient, the same on every rank."""
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=True)
 
 
@@ -192,7 +229,7 @@ def norms_and_biases_are_summed(trial: Trial) -> None:
 @by_group_rank
 def slices_have_the_dense_gradient(trial: Trial) -> None:
     """Every slice of a matrix has its part of the dense gradient."""
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=False)
         attention_gradients_are_right(trial, seen, "gradients", "")
 
@@ -200,14 +237,14 @@ def slices_have_the_dense_gradient(trial: Trial) -> None:
 @check("sequence_parallel_block")
 def two_passes_add_up(trial: Trial) -> None:
     """After a second pass every gradient is twice the dense one: each backward is summed once."""
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         block_gradients_are_right(trial, seen, "twice", "", 2)
 
 
 @check("sequence_parallel_block")
 def block_sends_what_tensor_parallel_sends(trial: Trial) -> None:
     """Forward two all-gathers and two reduce-scatters; backward the same, and what is gathered again."""
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         whole = seen.x.numel() * 4
         small = 2 * sum(4 * g.numel() for name, g in seen.gradients.items() if cut_dim(name) is None)
         help = "An all-reduce of which a part is thrown away sends twice as much as a reduce-scatter."
@@ -220,7 +257,7 @@ def block_sends_what_tensor_parallel_sends(trial: Trial) -> None:
 @check("sequence_parallel_block")
 def block_keeps_what_the_formula_says(trial: Trial) -> None:
     """Between forward and backward no more is alive than 2 + 14/n times (b, s, h), and small terms."""
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         b, s, h = seen.x.shape
         n = trial.num_ranks
         part = 4 * b * s * h // n
@@ -242,7 +279,7 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
 def block_computes_its_share(trial: Trial) -> None:
     """Each rank computes 1/n of the dense block's products."""
     n = trial.num_ranks
-    for seen in trial.once(observe_block):
+    for seen in trial.once(observe_block).plain:
         b, s, h = seen.x.shape
         share = (24 * b * s * h * h + 4 * b * s * s * h) / n
         for rank, recording in enumerate(each_rank(seen, "recording")):
@@ -255,68 +292,18 @@ def block_computes_its_share(trial: Trial) -> None:
             )
 
 
-def block_dropout_probe(rank, cases: list) -> list[dict]:
-    return [one_dropping(rank, *case) for case in cases]
-
-
-def one_dropping(rank, config: dict, weights: dict, seed: int, x: Tensor, upstream: Tensor) -> dict:
-    rank.seed(seed)
-    block = built_block(rank, config, weights).train()
-    rank.seed(seed + 1)
-    runs = []
-    for _ in range(2):
-        seen, hooks = watch([block])
-        y = block(x)
-        runs.append(seen)
-        if len(runs) == 1:
-            backward(y, upstream)
-        for hook in hooks:
-            hook.remove()
-    return {
-        "first": runs[0], "second": runs[1], "gradients": gradients_of(block),
-        "weights": describe(block)["weights"], "asleep": block.eval()(x).detach(),
-    }  # fmt: skip
-
-
-def observe_block_dropout(trial: Trial) -> list[SimpleNamespace]:
-    n = trial.num_ranks
-    config = small_config(trial, dropout=RATE, bias=True, n_embd=36)
-    block = drawn_alike(Block(GPTConfig(**config)), trial)
-    weights = weights_of(block)
-    x, upstream = (trial.normal(2, 12, config["n_embd"]) for _ in range(2))
-    base = trial.integer(1, 10**6)
-    kinds = {"the ranks share a seed": [base] * n, "each rank has a seed": [base + 10 * r for r in range(n)]}
-    runs = [
-        (
-            [
-                (config, weights, seeds[r], parts(x, 1, n)[r], parts(upstream, 1, n)[r])
-                for seeds in kinds.values()
-            ],
-        )
-        for r in range(n)
-    ]
-    results = trial.run(block_dropout_probe, per_rank=runs)
-    return [
-        SimpleNamespace(
-            name=name, block=block, weights=weights, x=x, upstream=upstream,
-            results=[result[number] for result in results],
-        )
-        for number, name in enumerate(kinds)
-    ]  # fmt: skip
-
-
 @check("sequence_parallel_block")
 @by_group_rank
 def block_dropouts_differ_between_ranks(trial: Trial) -> None:
     """Ranks drop different elements of their different tokens, also if they share a seed."""
-    for seen in trial.once(observe_block_dropout):
+    for seen in trial.once(observe_block).dropping:
         masks_differ(trial, seen.results, RATE, False, seen.name)
 
 
 @check("sequence_parallel_block")
 def gradients_know_what_was_dropped(trial: Trial) -> None:
     """With dropout the gradients are the dense block's with the same elements dropped; none in eval mode."""
-    for seen in trial.once(observe_block_dropout):
+    for seen in trial.once(observe_block).dropping:
         dense = copy.deepcopy(seen.block).double()
         with torch.no_grad():
             expected = copy.deepcopy(dense).eval()(seen.x.double())

@@ -8,21 +8,18 @@ from torch import Tensor, nn
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
+from .model_runs import built, dense_model, observe_model
 from .shared import (
-    BACKWARD,
     SIZES,
     attention_gradients_are_right,
     block_gradients_are_right,
     by_group_rank,
     cut_dim,
-    describe,
     drawn_alike,
     each_rank,
     fused_of,
-    gradients_of,
     heads_of,
     local,
-    own_token_gradients,
     parts,
     row_order,
     sends_at_most,
@@ -59,83 +56,6 @@ exercise(
 TABLE = ("transformer.wte.weight", "lm_head.weight")
 
 
-def model_probe(rank, cases: list) -> list[dict]:
-    return [one_model(rank, *case) for case in cases]
-
-
-def built(rank, config: dict, weights: dict, drop_probabilities: bool = True) -> nn.Module:
-    """On a rank: the dense model with the judge's weights, given to the learner's function."""
-    model = GPT(GPTConfig(**config))
-    model.load_state_dict(weights, strict=False)  # the tied table comes once
-    if not drop_probabilities:
-        for block in model.transformer.h:
-            block.attn.core.dropout = 0.0
-    return rank.submission.sequence_parallelize(model.to(rank.device), rank.group)
-
-
-def one_model(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor) -> dict:
-    model = built(rank, config, weights)
-    with rank.record() as recording:
-        logits, loss = model(idx, targets)
-        recording.mark(BACKWARD)
-        loss.backward()
-    held = describe(model)
-    model(idx, targets)[1].backward()
-    twice = gradients_of(model)
-    model.eval()
-    with torch.no_grad():
-        last, none = model(idx)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    head, table = named.get("lm_head.weight"), named.get("transformer.wte.weight")
-    tied = head is not None and table is not None and local(head).data_ptr() == local(table).data_ptr()
-    return {
-        "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
-        "tied": tied, "twice": twice, "recording": recording, **held,
-    }  # fmt: skip
-
-
-def dense_model(config: dict, weights: dict) -> GPT:
-    model = GPT(GPTConfig(**config))
-    model.load_state_dict(weights, strict=False)
-    return model.double()
-
-
-def model_case(trial: Trial, name: str, config: dict) -> SimpleNamespace:
-    n = trial.num_ranks
-    weights = weights_of(drawn_alike(GPT(GPTConfig(**config)), trial))
-    shape = (trial.integer(2, 3), n * trial.integer(6 // n, 9 // n))
-    idx, targets = trial.tokens(config["vocab_size"], *shape), trial.tokens(config["vocab_size"], *shape)
-    targets[0, : trial.integer(1, 3)] = -1
-    dense = dense_model(config, weights)
-    own_tokens = own_token_gradients(dense, n)
-    logits, loss = dense(idx, targets)
-    loss.backward()
-    gradients = {name: p.grad for name, p in dense.named_parameters()}
-    positions = gradients["transformer.wpe.weight"]
-    places = parts(torch.arange(shape[1]), 0, n)
-    own_tokens["transformer.wpe.weight"] = [
-        torch.zeros_like(positions).index_copy(0, own, positions[own]) for own in places
-    ]
-    with torch.no_grad():
-        last, _ = dense(idx)
-    return SimpleNamespace(
-        name=name, config=config, weights=weights, idx=idx, targets=targets, gradients=gradients,
-        own_tokens=own_tokens, loss=loss.detach(), logits=logits.detach(), last=last,
-    )  # fmt: skip
-
-
-def observe_model(trial: Trial) -> list[SimpleNamespace]:
-    odd = 30 + trial.choice([1, 5, 7, 11])  # divides by no number of ranks
-    cases = [
-        model_case(trial, "v divides", small_config(trial, bias=True)),
-        model_case(trial, "v does not divide", small_config(trial, bias=False, vocab_size=odd)),
-    ]
-    results = trial.run(model_probe, [(case.config, case.weights, case.idx, case.targets) for case in cases])
-    for number, case in enumerate(cases):
-        case.results = [result[number] for result in results]
-    return cases
-
-
 def shared_table(tensors: dict) -> Tensor | None:
     """The token table, under whichever of its two names comes first."""
     return next((tensors[name] for name in TABLE if name in tensors), None)
@@ -163,7 +83,7 @@ def ranges_of(seen: SimpleNamespace) -> list[tuple[int, int]] | None:
 @by_group_rank
 def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the dense model's, the same on every rank, with ignored targets too."""
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         trial.close(
             f"the loss ({seen.name})",
             each_rank(seen, "loss"),
@@ -178,7 +98,7 @@ def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
 @by_group_rank
 def logits_are_those_of_tensor_parallelize(trial: Trial) -> None:
     """With targets: this rank's part of the vocabulary for all tokens; without: the last token's, whole."""
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         v, share = seen.config["vocab_size"], -(-seen.config["vocab_size"] // trial.num_ranks)
         for rank, result in enumerate(seen.results):
             shape = tuple(getattr(result["logits"], "shape", ()))
@@ -213,7 +133,7 @@ def logits_are_those_of_tensor_parallelize(trial: Trial) -> None:
 def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
     """Every matrix of attention and MLP and the token table are shards; names stay, the table stays tied."""
     n = trial.num_ranks
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         for rank, result in enumerate(seen.results):
             held = result["weights"]
             missing = sorted(set(seen.weights) - set(held) - set(TABLE))
@@ -261,7 +181,7 @@ def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
 @by_group_rank
 def replicated_gradients_are_summed(trial: Trial) -> None:
     """Norms, positions and the biases after a reduce-scatter have the dense gradient on every rank."""
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=True)
 
 
@@ -269,7 +189,7 @@ def replicated_gradients_are_summed(trial: Trial) -> None:
 @by_group_rank
 def sliced_gradients_are_the_dense_models(trial: Trial) -> None:
     """Every slice of a matrix, and of the token table, has its part of the dense gradient."""
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=False)
         for layer in range(seen.config["n_layer"]):
             attention_gradients_are_right(trial, seen, "gradients", f"transformer.h.{layer}.")
@@ -295,7 +215,7 @@ def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, p
 @check("sequence_parallelize")
 def gradients_of_two_passes_add_up(trial: Trial) -> None:
     """A second pass adds the same gradient again: complete after each backward, and summed once."""
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         block_gradients_are_right(trial, seen, "twice", "", 2)
         table_gradients_are_right(trial, seen, "twice", 2)
 
@@ -304,7 +224,7 @@ def gradients_of_two_passes_add_up(trial: Trial) -> None:
 def sends_what_tensor_parallel_sends(trial: Trial) -> None:
     """Forward no more than tensor parallelism; in all at most 1.25 times as much, and the small sums."""
     n = trial.num_ranks
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         tokens, layers, h = seen.idx.numel(), seen.config["n_layer"], seen.config["n_embd"]
         whole, positions = 4 * tokens * h, 4 * seen.config["block_size"] * h
         loss = 2 * 6 * 4 * tokens  # a few numbers a token
@@ -333,7 +253,7 @@ def sends_what_tensor_parallel_sends(trial: Trial) -> None:
 def every_rank_computes_its_share(trial: Trial) -> None:
     """Each rank computes 1/n of the dense model's products."""
     n = trial.num_ranks
-    for seen in trial.once(observe_model):
+    for seen in trial.once(observe_model).plain:
         b, s = seen.idx.shape
         h, layers, v = (seen.config[key] for key in ("n_embd", "n_layer", "vocab_size"))
         dense = layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * n * -(-v // n)
@@ -414,10 +334,10 @@ def train(model: nn.Module, batches: list, name: str) -> Tensor:
 @check("sequence_parallelize", world_sizes=(2, 4), subgroup=False)
 def sequence_parallel_training_is_the_dense_one(trial: Trial) -> None:
     """The losses of a few steps lie on the dense model's, with SGD and with AdamW."""
-    config = small_config(trial, vocab_size=37)
+    config = small_config(trial, vocab_size=37, n_layer=1)
     weights = weights_of(GPT(GPTConfig(**config)))
     weights = {k: w + 0.1 * trial.normal(*w.shape) for k, w in weights.items()}
-    batches = [[trial.tokens(config["vocab_size"], 2, 8) for _ in range(2)] for _ in range(5)]
+    batches = [[trial.tokens(config["vocab_size"], 2, 8) for _ in range(2)] for _ in range(4)]
     results = trial.run(training_probe, config, weights, batches)
     for name in ("SGD", "AdamW"):
         expected = train(dense_model(config, weights), batches, name)
