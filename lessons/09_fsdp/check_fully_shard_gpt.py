@@ -74,7 +74,7 @@ def observe_units(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(results=trial.run(measure, trial.seed(), batch), model=build(deep_gpt, 0))
 
 
-@check("fully_shard_gpt")
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
 def every_parameter_is_sharded(trial: Trial) -> None:
     """Every parameter is cut over the ranks of the mesh: those of the blocks and those outside."""
     seen, n = trial.once(observe_units), trial.num_ranks
@@ -94,7 +94,7 @@ def every_parameter_is_sharded(trial: Trial) -> None:
             )
 
 
-@check("fully_shard_gpt")
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
 def a_block_is_a_unit(trial: Trial) -> None:
     """Forward gathers block by block: one all-gather for each, none larger than a block."""
     seen, n = trial.once(observe_units), trial.num_ranks
@@ -119,7 +119,7 @@ def a_block_is_a_unit(trial: Trial) -> None:
         )
 
 
-@check("fully_shard_gpt")
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
 def blocks_are_freed_after_forward(trial: Trial) -> None:
     """Blocks are freed after forward and gathered again for backward."""
     seen = trial.once(observe_units)
@@ -135,7 +135,7 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
         )
 
 
-@check("fully_shard_gpt")
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
 def gradients_are_reduce_scattered(trial: Trial) -> None:
     """Gradients are reduce-scattered, P elements in all; there is no all-reduce."""
     seen, n = trial.once(observe_units), trial.num_ranks

@@ -142,7 +142,7 @@ def observe_memory(trial: Trial) -> SimpleNamespace:
 SIZE = NUM_LAYERS * LAYER_BYTES
 
 
-@check("ShardedGradients", world_sizes=(2, 4))
+@check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def a_share_of_the_gradients_is_left(trial: Trial) -> None:
     """After backward a rank holds its share of the gradients, P/n numbers, and nothing of the others'."""
     n = trial.num_ranks
@@ -159,7 +159,7 @@ def a_share_of_the_gradients_is_left(trial: Trial) -> None:
         )
 
 
-@check("ShardedGradients", world_sizes=(2, 4))
+@check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def gradients_leave_during_backward(trial: Trial) -> None:
     """Gradients are reduced and freed while backward goes on: all of them are never there at once."""
     n = trial.num_ranks
@@ -184,7 +184,7 @@ def gradients_leave_during_backward(trial: Trial) -> None:
         )
 
 
-@check("ShardedGradients", world_sizes=(2, 4))
+@check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def a_gradient_is_reduced_to_its_owners(trial: Trial) -> None:
     """Backward sends P elements: each gradient once, to the ranks that own it. No all-reduce."""
     seen = trial.once(observe_memory)
@@ -210,7 +210,7 @@ def a_gradient_is_reduced_to_its_owners(trial: Trial) -> None:
         )
 
 
-@check("ShardedGradients", world_sizes=(2, 4))
+@check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def the_optimizer_finds_its_share_ready(trial: Trial) -> None:
     """The ShardedOptimizer's step only hands the new weights round, P elements: nothing is reduced again."""
     seen = trial.once(observe_memory)

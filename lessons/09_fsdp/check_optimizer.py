@@ -131,7 +131,7 @@ def observe_memory(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(results=trial.run(measure, trial.seed(), per_rank=batches), model=build(Chain, 0))
 
 
-@check("ShardedOptimizer", world_sizes=(2, 4))
+@check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)
 def state_is_that_of_a_share(trial: Trial) -> None:
     """Each rank keeps the state of its share of the weights alone: 2P/n numbers of AdamW, not 2P."""
     seen, n = trial.once(observe_memory), trial.num_ranks
@@ -159,7 +159,7 @@ def state_is_that_of_a_share(trial: Trial) -> None:
         )
 
 
-@check("ShardedOptimizer", world_sizes=(2, 4))
+@check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)
 def two_p_elements_travel(trial: Trial) -> None:
     """A step sends as much as one reduce-scatter of the gradients and one all-gather of the weights: 2P."""
     seen = trial.once(observe_memory)
@@ -169,7 +169,7 @@ def two_p_elements_travel(trial: Trial) -> None:
         )
 
 
-@check("ShardedOptimizer", world_sizes=(2, 4))
+@check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)
 def gradients_are_not_all_reduced(trial: Trial) -> None:
     """No rank gets the means of gradients that others need: they are reduced to their owners."""
     for r, result in enumerate(trial.once(observe_memory).results):

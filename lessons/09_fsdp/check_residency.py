@@ -108,7 +108,7 @@ def blocks(seen: Any, num_bytes: float) -> str:
     return f"{num_bytes:,.0f} bytes, {num_bytes / seen.block:.1f} of {seen.num_blocks} blocks"
 
 
-@check("FullySharded", world_sizes=RANKS)
+@check("FullySharded", world_sizes=RANKS, subgroup=False)
 def only_shards_at_rest(trial: Trial) -> None:
     """After the constructor, and after evaluation, a rank has its shards, P/n numbers, and no whole block."""
     seen = trial.once(observe)
@@ -127,7 +127,7 @@ def only_shards_at_rest(trial: Trial) -> None:
             )
 
 
-@check("FullySharded", world_sizes=RANKS)
+@check("FullySharded", world_sizes=RANKS, subgroup=False)
 def blocks_are_freed_after_forward(trial: Trial) -> None:
     """Between forward and backward no block is whole: what autograd keeps are activations."""
     seen = trial.once(observe)
@@ -143,7 +143,7 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
         )
 
 
-@check("FullySharded", world_sizes=RANKS)
+@check("FullySharded", world_sizes=RANKS, subgroup=False)
 def never_more_than_two_blocks_forward(trial: Trial) -> None:
     """While a block computes its forward, it is whole, and perhaps the next one: never more than two."""
     seen = trial.once(observe)
@@ -160,7 +160,7 @@ def never_more_than_two_blocks_forward(trial: Trial) -> None:
         )
 
 
-@check("FullySharded", world_sizes=RANKS)
+@check("FullySharded", world_sizes=RANKS, subgroup=False)
 def never_more_than_two_blocks_backward(trial: Trial) -> None:
     """While a block computes its backward, no more than two are whole, nor the gradients of more."""
     seen = trial.once(observe)
@@ -182,7 +182,7 @@ def never_more_than_two_blocks_backward(trial: Trial) -> None:
             )
 
 
-@check("FullySharded", world_sizes=RANKS)
+@check("FullySharded", world_sizes=RANKS, subgroup=False)
 def only_shards_after_backward(trial: Trial) -> None:
     """After backward a rank has its shards and their gradients, 2P/n numbers, and nothing else."""
     seen = trial.once(observe)
@@ -203,7 +203,7 @@ def only_shards_after_backward(trial: Trial) -> None:
         )
 
 
-@check("FullySharded", world_sizes=RANKS)
+@check("FullySharded", world_sizes=RANKS, subgroup=False)
 def three_p_elements_travel(trial: Trial) -> None:
     """A step gathers all blocks twice and reduce-scatters all gradients once: 3P elements."""
     seen, n = trial.once(observe), trial.num_ranks
