@@ -44,5 +44,5 @@ def _draw_panel(panel: plt.Axes, rows: Sequence["Row"]) -> None:
     predicted = [sum(getattr(row.predicted, part) for part in PARTS) / 1e6 for row in rows]
     panel.plot(predicted, places, "|", color="black", markersize=18, label="predicted")
     panel.set_yticks(places, names, fontsize=8)
-    panel.invert_yaxis()
+    panel.set_ylim(len(rows) - 0.4, -0.6)
     panel.spines[["top", "right"]].set_visible(False)
