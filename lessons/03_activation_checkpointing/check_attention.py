@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grader.checks import Trial, check, exercise
-from nanogpt.model import GPT, GPTConfig
+from nanogpt.model import GPT, GPTConfig, PlainAttention
 
 from .models import STATE_BYTES, build, close_by_name, forgetful, gpt, gradients
 
@@ -44,9 +44,29 @@ class KeepsItsInputs(nn.Module):
         return self.Kept.apply(q, k, v)
 
 
-def step(rank: Any, how: str, plain: bool, sizes: dict, seed: int, idx: Tensor, targets: Tensor) -> dict:
-    """One pass of a GPT, with plain attention or with the fused kernel."""
-    model = build(lambda: gpt(GPTConfig(**sizes), plain), seed, rank.device)
+class ScaledAttention(PlainAttention):
+    """A core that is told from those of other layers: its result is multiplied by a number of its own."""
+
+    def __init__(self, dropout: float, factor: float) -> None:
+        super().__init__(dropout)
+        self.factor = factor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.factor * super().forward(q, k, v)
+
+
+def make(kind: str, config: GPTConfig) -> GPT:
+    """A GPT with cores of a kind: "fused", "plain", or "scaled": plain times a factor of the layer."""
+    model = gpt(config, plain_attention=kind != "fused")
+    if kind == "scaled":
+        for i, block in enumerate(model.transformer.h):
+            block.attn.core = ScaledAttention(config.dropout, 1 + i / 2)
+    return model
+
+
+def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, targets: Tensor) -> dict:
+    """One pass of a GPT with attention cores of this kind."""
+    model = build(lambda: make(kind, GPTConfig(**sizes)), seed, rank.device)
     before, changed = dict(model.named_parameters()), model
     if how == "mine":
         changed = rank.submission.recompute_attention(model)
@@ -84,19 +104,19 @@ def observe(trial: Trial) -> SimpleNamespace:
     batch = trial.tokens(config.vocab_size, b, s), trial.tokens(config.vocab_size, b, s)
     seed, seeds = trial.seed(), [trial.seed()]
 
-    def run(how: str, plain: bool, dropout: float) -> dict:
+    def run(how: str, kind: str, dropout: float) -> dict:
         sizes = asdict(config) | {"dropout": dropout}
-        return trial.run(step, how, plain, sizes, seed, *batch, seeds=seeds)[0]
+        return trial.run(step, how, kind, sizes, seed, *batch, seeds=seeds)[0]
 
     kinds = {
-        "plain attention with dropout": (True, 0.2),
-        "plain attention without dropout": (True, 0.0),
-        "the fused kernel without dropout": (False, 0.0),
+        "plain attention with dropout": ("plain", 0.2),
+        "plain attention, each layer's times a factor of its own": ("scaled", 0.0),
+        "the fused kernel without dropout": ("fused", 0.0),
     }
     return SimpleNamespace(
         runs={kind: (run("mine", *how), run("plain", *how)) for kind, how in kinds.items()},
         other=lambda kind: run("another mask", *kinds[kind])["gradients"],
-        ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0]},
+        ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0] != "fused"},
         config=config,
         stream=4 * b * s * config.n_embd,
         product=2 * b * s * s * config.n_embd,
@@ -133,7 +153,8 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
                 f"the {name} of {kind}",
                 mine[name],
                 plain[name],
-                help="The core computes what it did: causal, scaled by the root of d, with dropout.",
+                help="The core computes what it did: causal, scaled by the root of d, with dropout. Each "
+                "layer has its own core: a function made in a loop looks its variables up when it is called.",
             )
         expected = plain["gradients"]
         close_by_name(

@@ -47,20 +47,21 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     with rank.record(memory=True) as recording:
         y = forward(blocks, leaf, sizes)
         recording.mark("after the forward")
-    seen["after a forward"] = sizes.clone()
+    seen["after a forward"], graph = sizes.detach().clone(), sizes.requires_grad
     called = [list(log.entries)]
     z = forward(blocks, second, sizes)
-    seen["after two forwards"] = sizes.clone()
+    seen["after two forwards"] = sizes.detach().clone()
     (y.square().mean() + z.sin().mean()).backward()
     called.append(list(log.entries))
-    seen["after backward"] = sizes.clone()
+    seen["after backward"] = sizes.detach().clone()
     with torch.no_grad():
         forward(blocks, third, sizes)
-    seen["after a forward without gradients"] = sizes.clone()
+    seen["after a forward without gradients"] = sizes.detach().clone()
     return {
         "outputs": [y.detach().clone(), z.detach().clone()],
         "gradients": {"x": leaf.grad, **gradients(blocks)},
         "sizes": seen,
+        "sizes require a gradient": graph,
         "called": called,
         "recording": recording,
     }
@@ -103,7 +104,8 @@ def every_block_learns_from_its_own_input(trial: Trial) -> None:
             expected,
             help="The function is called again in backward, when the loop is long over. It has to know then "
             "which block was its own: hand the block over as an input or with functools.partial, or "
-            "checkpoint the block itself.",
+            "checkpoint the block itself. (With use_reentrant=True, the older version, blocks learn nothing "
+            "from an x that needs no gradient: section 6.)",
         )
 
 
@@ -138,6 +140,17 @@ def backward_leaves_the_mean_alone(trial: Trial) -> None:
         f"backward changed sizes[{', '.join(map(str, changed))}]: from {before.tolist()} to {after.tolist()}",
         help="What has an effect outside belongs outside of the function that is called twice.",
         cause="the last entry alone: i is the last one when backward calls the function" if last else "",
+    )
+
+
+@check("watched_forward")
+def the_mean_holds_no_graph(trial: Trial) -> None:
+    """The running means are numbers to look at: they do not require a gradient."""
+    trial.require(
+        not trial.once(observe).mine["sizes require a gradient"],
+        "after a forward, `sizes` requires a gradient: it holds the graph of this step and, as it is changed "
+        "in place, of every step before",
+        help="Detach x before it goes into the mean, as the broken program does.",
     )
 
 
