@@ -156,8 +156,8 @@ def checkpoint_modules(modules: list[nn.Module], function: Callable[..., Tensor]
 def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
     """Have groups of `every` blocks keep their input alone; backward computes a group again as a whole.
 
-    Changes and returns the given model: the same Parameter objects under the same names. Where the
-    number of blocks does not divide by `every`, one group is shorter. Source: arXiv:1604.06174, section 4.
+    Changes and returns the given model, whose Parameter objects stay the same ones. Where the number
+    of blocks does not divide by `every`, one group is shorter. Source: arXiv:1604.06174, section 4.
     """
     # answer: about 8 lines
     blocks: list[Block] = list(model.transformer.h)
@@ -176,6 +176,7 @@ def best_segment_length(num_blocks: int, block_bytes: int, boundary_bytes: int) 
 
     That is in backward, with the inputs of all ceil(L/k) groups, `boundary_bytes` each, and everything
     that one group of k blocks keeps, `block_bytes` each. Of equally good lengths the smallest.
+    Either number of bytes may be 0.
     """
 
     # answer: about 4 lines
@@ -190,8 +191,8 @@ def recompute_attention(model: GPT) -> GPT:
     """Have backward compute every attention core again, and nothing else: selective recomputation.
 
     The core is scores, softmax, dropout and the product with the values. It keeps queries, keys and
-    values; the projections around it stay as they are. Changes and returns the given model: the same
-    Parameter objects under the same names. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+    values; the projections around it stay as they are. Changes and returns the given model, whose
+    Parameter objects stay the same ones. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
     """
     # answer: about 4 lines
     for block in model.transformer.h:

@@ -24,7 +24,8 @@ exercise(
         "GPT.forward does `for block in self.transformer.h: x = block(x)`. What may a group be, so that "
         "this line runs a whole group under `checkpoint`?",
         "Either give the first block of a group a new forward, which runs the whole group, and the others "
-        "one that returns x; or put modules that hold a group each into a ModuleList in the old one's place.",
+        "one that returns x; or put modules that hold a group each into a ModuleList in the old one's place "
+        "(names in state_dict() change then, which is not graded; the Parameter objects must stay).",
         "range(0, num_blocks, every) are the first blocks of the groups; a slice may reach past the end.",
         "A function that is made in a loop looks its variables up when it is called: hand it the group of "
         "its own as an argument (functools.partial), or all of them will run the last one.",
