@@ -29,7 +29,7 @@ def test_all_of_them_follow_the_curve_of_one_rank() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--parallel", "context_parallel", "--checkpoint", "attention"], "recompute"),
+        (["--parallel", "context_parallel", "--checkpoint", "attention"], "does not go with"),
         (["--parallel", "context_parallel", "--implementation", "torch"], "context parallel"),
         (["--parallel", "context_parallel", "--block-size", "30"], "30"),
         (["--parallel", "tensor_parallel", "--n-head", "1"], "n_head=1"),
