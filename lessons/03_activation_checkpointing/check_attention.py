@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grader.checks import Trial, check, exercise
-from nanogpt.model import GPT, GPTConfig, PlainAttention
+from nanogpt.model import GPT, GPTConfig
 
 from .models import STATE_BYTES, build, close_by_name, forgetful, gpt, gradients
 
@@ -44,24 +44,9 @@ class KeepsItsInputs(nn.Module):
         return self.Kept.apply(q, k, v)
 
 
-class ScaledAttention(PlainAttention):
-    """A core that is told from those of other layers: its result is multiplied by a number of its own."""
-
-    def __init__(self, dropout: float, factor: float) -> None:
-        super().__init__(dropout)
-        self.factor = factor
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.factor * super().forward(q, k, v)
-
-
 def make(kind: str, config: GPTConfig) -> GPT:
-    """A GPT with cores of a kind: "fused", "plain", or "scaled": plain times a factor of the layer."""
-    model = gpt(config, plain_attention=kind != "fused")
-    if kind == "scaled":
-        for i, block in enumerate(model.transformer.h):
-            block.attn.core = ScaledAttention(config.dropout, 1 + i / 2)
-    return model
+    """A GPT with cores of a kind: "fused" or "plain"."""
+    return gpt(config, plain_attention=kind != "fused")
 
 
 def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, targets: Tensor) -> dict:
@@ -110,7 +95,6 @@ def observe(trial: Trial) -> SimpleNamespace:
 
     kinds = {
         "plain attention with dropout": ("plain", 0.2),
-        "plain attention, each layer's times a factor of its own": ("scaled", 0.0),
         "the fused kernel without dropout": ("fused", 0.0),
     }
     return SimpleNamespace(
