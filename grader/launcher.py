@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,14 @@ class RankReport:
 
 @dataclass
 class RunReport:
-    """How a run ended: `complete`, or trouble, timeout, idle, memory, processes, lost."""
+    """How a run ended: `complete`, or trouble, timeout, idle, memory, processes, lost, fault."""
 
     ended: str
     seconds: float
     ranks: list[RankReport]
     """By world rank."""
+    reason: str = ""
+    """Of a fault, which is the grader's own."""
 
 
 class Launcher:
@@ -107,6 +109,7 @@ class Launcher:
         self._control: socket.socket | None = None
         self._mark = secrets.token_hex(8)
         self._directory = ""
+        self._preloaded: list[tuple[str, int]] = []
 
     def run(
         self,
@@ -163,7 +166,8 @@ class Launcher:
         ranks = [
             _read_rank(state, record, token) for state, record in zip(summary["ranks"], records, strict=True)
         ]
-        return RunReport(_ending(summary["ended"], ranks), summary["seconds"], ranks)
+        reason = summary.get("reason", "")
+        return RunReport(_ending(summary["ended"], ranks), summary["seconds"], ranks, reason)
 
     def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         ours, theirs = socket.socketpair()
@@ -176,24 +180,19 @@ class Launcher:
                 for order in orders:
                     send_frame(ours, b"P", order)
                 summary = json.loads(receive_frame(ours)[1])
+                if summary["ended"] == "fault":
+                    return _without_an_answer("fault", len(orders), summary["reason"])
                 return summary, [receive_frame(ours)[1] for _ in orders]
             except (OSError, ValueError):
                 self.close()
-                lost = {
-                    "status": "dead",
-                    "error": None,
-                    "events": [],
-                    "exit_code": None,
-                    "stack": "",
-                    "output": "",
-                    "ended_at": None,
-                }
-                return {"ended": "lost", "seconds": 0.0, "ranks": [lost] * len(orders)}, [b""] * len(orders)
+                return _without_an_answer("lost", len(orders))
 
     def _hand_over(self, end: socket.socket) -> None:
         with self._lock:
-            if self._server is not None and self._server.poll() is not None:
-                self._end()  # somebody has killed it
+            if self._server is not None and (
+                self._server.poll() is not None or self._preloaded != _preloaded()
+            ):
+                self._end()  # somebody has killed it, or edited what it has imported
             if self._server is None:
                 self._start()
             assert self._control is not None
@@ -204,6 +203,7 @@ class Launcher:
         if reason:
             raise CannotGradeError(f"isolation is not available: {reason}")
         ours, theirs = socket.socketpair()
+        preloaded = _preloaded()
         command = [sys.executable, "-P", "-c", FORK_SERVER, str(theirs.fileno())]
         if self.isolate:
             python = [Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent]
@@ -235,6 +235,7 @@ class Launcher:
             message = self._server.stderr.read().decode(errors="replace") if self._server.stderr else ""
             raise CannotGradeError(f"the rank server did not start: {message.strip() or 'no answer'}")
         self._control = ours
+        self._preloaded = preloaded
         self._directory = "" if self.isolate else answer[6:].decode()
 
     def warm_up(self) -> None:
@@ -263,6 +264,19 @@ class Launcher:
             if self._server.stderr:
                 self._server.stderr.close()
         self._server = self._control = None
+
+
+def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[dict[str, Any], list[bytes]]:
+    """What stands for the summary and the records of a run whose keeper is gone, or failed."""
+    rank = asdict(RankReport("dead"))
+    return {"ended": ended, "seconds": 0.0, "ranks": [rank] * num_orders, "reason": reason}, [
+        b""
+    ] * num_orders
+
+
+def _preloaded() -> list[tuple[str, int]]:
+    """The course's files that the fork server imports for all ranks, as they are now."""
+    return [(path.name, path.stat().st_mtime_ns) for path in sorted((ROOT / "nanogpt").glob("*.py"))]
 
 
 def _is_secret(name: str) -> bool:

@@ -96,7 +96,7 @@ class _Neighbour(Launcher):
         with self._turn.let_go():
             summary, records = super()._exchange(header, orders)
             self._turn.goes_on()
-            if summary["ended"] == "lost":  # by this run, or by its neighbour: alone it will show
+            if summary["ended"] in ("lost", "fault"):  # by this run, or its neighbour: alone it will show
                 alone = Launcher(*self._options)
                 try:
                     summary, records = alone._exchange(header, orders)

@@ -42,6 +42,12 @@ def ending(report: RunReport, locate: Locate, limits: Limits, group: Sequence[in
         return CheckEnded(
             Verdict.REFUSED, "the process that keeps the ranks was killed by something the submission did"
         )
+    if report.ended == "fault":
+        return CheckEnded(
+            Verdict.GRADER_ERROR,
+            f"the process that keeps the ranks failed: {report.reason}",
+            help="This is a fault of the grader or of the machine: grade again, and report it if it stays.",
+        )
     if report.ended == "trouble":
         return _trouble(ranks, locate, name)
     return _hang(report.ended, ranks, locate, limits, name)

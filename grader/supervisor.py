@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,10 @@ from grader.worker import run_worker
 TICK_SECONDS = 0.03
 TREE_SECONDS = 0.5
 GRACE_SECONDS = 0.25
+LEAST_CPU = 0.015
+"""Seconds of the processor's time that show that somebody computes."""
+WAITING_CPU = 0.02
+"""Share of a processor up to which a rank only waits: gloo's thread looks a hundred times a second."""
 OUTPUT_LIMIT = 64 * 1024
 EVENT_LIMIT = 20_000
 EVENT_BYTES = 64 * 1024
@@ -137,7 +142,8 @@ class _Run:
     def watch(self) -> None:
         """Listen until every rank has answered, or until something ends the run early."""
         deadline = self.began + self.header["timeout"]
-        last_life, last_cpu, next_tree, trouble_at = self.began, -1.0, self.began, None
+        last_life, last_cpu, trouble_at = self.began, -1.0, None
+        next_look = next_tree = self.began
         while not self.ended:
             progressed = self._listen()
             now = time.monotonic()
@@ -151,10 +157,16 @@ class _Run:
                     self.ended = "trouble"
             elif now > deadline:
                 self.ended = "timeout"
+            if progressed:
+                last_life = now
+            if now < next_look:  # every recorded event wakes this process, and looking costs a millisecond
+                continue
             cpu, runnable = self._measure(tree=now >= next_tree)
+            next_look = now + TICK_SECONDS
             if now >= next_tree:
                 next_tree = now + TREE_SECONDS
-            if progressed or runnable or cpu > last_cpu + 0.015:
+            waiting = WAITING_CPU * len(self.ranks) * (now - last_life)
+            if runnable or cpu > last_cpu + max(LEAST_CPU, waiting):
                 last_life, last_cpu = now, max(cpu, last_cpu)
             elif now > last_life + self.header["idle"] and not self.ended:
                 self.ended = "idle"
@@ -238,7 +250,7 @@ class _Run:
         processes = (
             _descendants()
             if tree
-            else [psutil.Process(r.pid) for r in self.ranks if r.state.exit_code is None]
+            else _processes(rank.pid for rank in self.ranks if rank.state.exit_code is None)
         )
         if len(processes) > self.header["max_processes"]:
             self.ended = "processes"
@@ -272,6 +284,10 @@ class _Run:
         for rank in self.ranks:  # at one blow, also what forks faster than it can be counted
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
+        for rank in self.ranks:
+            if rank.state.exit_code is None:
+                os.kill(rank.pid, signal.SIGKILL)  # wherever it has gone: it is not reaped, so it is this one
+                os.waitpid(rank.pid, 0)
         for _ in range(200):
             below = _descendants()
             if not below:
@@ -338,6 +354,14 @@ def _descendants() -> list[psutil.Process]:
         return psutil.Process().children(recursive=True)
     except psutil.Error:
         return []
+
+
+def _processes(pids: Iterable[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def _kill(process: psutil.Process) -> None:

@@ -129,6 +129,22 @@ def test_a_message_that_nobody_waits_for_is_told_in_seconds() -> None:
     assert time.monotonic() - began < 25
 
 
+def test_waiting_is_not_computing_however_many_wait() -> None:
+    """The threads with which gloo waits take a little of the processor, all together for ever."""
+
+    def everyone_sends_first() -> None:
+        group = dist.group.WORLD
+        rank, n = group.rank(), group.size()
+        dist.send(torch.ones(100_000), group=group, group_dst=(rank + 1) % n)
+        dist.recv(torch.empty(100_000), group=group, group_src=(rank - 1) % n)
+
+    shared_launcher().warm_up()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)deadlock.*every rank sends before any of them receives"):
+        run_ranks(everyone_sends_first, ranks=4)
+    assert time.monotonic() - began < 15  # ranks that nobody stops waited 20 to 90 seconds here
+
+
 def test_a_rank_that_loops_is_stopped_and_its_peer_is_not_blamed(tmp_path: Path, launcher: Launcher) -> None:
     loops = twisted("while group.rank() == 1: pass\ndist.barrier(group)")
     report = look(tmp_path, loops, launcher, timeout=2)
@@ -240,6 +256,18 @@ def test_the_machines_fault_is_not_the_learners(monkeypatch: pytest.MonkeyPatch,
         launcher.close()
     assert report.verdict == Verdict.GRADER_ERROR
     assert "the ranks could not connect" in report.message
+
+
+def test_what_fails_in_the_keeper_of_the_ranks_is_not_the_learners(tmp_path: Path) -> None:
+    launcher = Launcher()
+    try:
+        report = look(tmp_path, twisted(), launcher, max_processes=None)  # no number to compare with
+        assert look(tmp_path, twisted(), launcher).verdict == Verdict.PASSED
+    finally:
+        launcher.close()
+    assert report.verdict == Verdict.GRADER_ERROR
+    assert report.message.startswith("the process that keeps the ranks failed: TypeError: ")
+    assert "(supervisor.py:" in report.message
 
 
 def test_a_group_has_a_time_limit_of_its_own(launcher: Launcher) -> None:
