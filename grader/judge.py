@@ -21,6 +21,14 @@ ENDINGS_UNTIL_SKIP = 2
 """After so many runs of one exercise that ended early, the rest of its checks is skipped."""
 
 
+NOT_THE_WORLD = (
+    "it is right where the group is the whole world: is a rank of the world taken for a rank in the group? "
+    "Look for dist.get_rank() where group.rank() belongs, for src, dst or peer where group_src, group_dst or "
+    "group_peer does, for a call without group=group"
+)
+"""Likely cause of what fails only in the layout that has world rank 0 outside the group, the last one."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a grading may be told."""
@@ -166,12 +174,17 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
         try:
             check.function(trial)
         except CheckEnded as end:
+            only_outside = (
+                trial.layout.world_size > trial.num_ranks
+                and report.verdict == Verdict.PASSED
+                and end.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG)
+            )
             return replace(
                 report,
                 verdict=end.verdict,
                 where=trial.where,
                 message=end.message,
-                cause=end.cause,
+                cause=NOT_THE_WORLD if only_outside else end.cause,
                 help=end.help,
                 details=end.details,
             )

@@ -49,7 +49,7 @@ class Guard:
     """Remembers what torch and the grader were made of, before any learner's code has run."""
 
     def __init__(self) -> None:
-        from grader import loading, measure, numbers, worker  # noqa: F401 (they must be there to be remembered)
+        from grader import aids, loading, measure, numbers, worker  # noqa: F401 (they must be there to be remembered)
 
         modules = [module for name, module in sys.modules.items() if name.startswith("grader.")]
         classes = [

@@ -70,38 +70,7 @@ def run_cut(trial: Trial, batches: list[Tensor]) -> list[dict]:
         if end.verdict != Verdict.CRASHED:
             raise
         end.message = f"with b = {len(batches[0])} on n = {trial.num_ranks} ranks: {end.message}"
-        if outside(trial) and "IndexError" in end.message and not end.cause:
-            end.cause = WORLD_RANK
         raise
-
-
-WORLD_RANK = (
-    "dist.get_rank() is the rank in the world, and dist.get_world_size() counts all of it: use group.rank() "
-    "and group.size()"
-)
-
-
-def outside(trial: Trial) -> int:
-    """How many ranks of the world stand before the group's first."""
-    return trial.layout.world_size - trial.num_ranks
-
-
-def cause_of(shares: list[list[int]], b: int, trial: Trial) -> str:
-    """Whether these rows are what the ranks would take by their numbers in the world."""
-    if not outside(trial):
-        return ""
-    rows = torch.arange(b)
-    for n in (trial.num_ranks, trial.layout.world_size):
-        size = b // n
-        ways = (
-            lambda r, n=n: rows.tensor_split(n)[r] if r < n else rows[:0],
-            lambda r, n=n: rows[r::n],
-            lambda r, size=size: rows[r * size : (r + 1) * size],
-        )
-        for way in ways:
-            if shares == [way(r + outside(trial)).tolist() for r in range(trial.num_ranks)]:
-                return WORLD_RANK
-    return ""
 
 
 def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
@@ -112,23 +81,16 @@ def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
     told = ", ".join(f"rank {r}: {share}" for r, share in enumerate(shares))
     told = f"Of a batch of {b} rows, these are the rows on each of {n} ranks: {told}."
     everything = n > 1 and all(len(share) == b for share in shares) and b > 0
-    cause = cause_of(shares, b, trial)
     trial.require(
         not everything, f"every rank got all the data. {told}", help="Each rank works on about b/n rows."
     )
     twice = sorted({row for row in found if found.count(row) > 1})
-    trial.require(
-        not twice,
-        f"rows {twice} are in more than one share. {told}",
-        help="Shares are disjoint.",
-        cause=cause,
-    )
+    trial.require(not twice, f"rows {twice} are in more than one share. {told}", help="Shares are disjoint.")
     missing = sorted(set(range(b)) - set(found))
     trial.require(
         not missing,
         f"rows {missing} are on no rank: they were dropped. {told}",
         help="All rows are used, whatever b is.",
-        cause=cause,
     )
     lengths = [len(share) for share in shares]
     trial.require(

@@ -6,23 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grader.aids import BACKWARD, backward, drawn_alike, each_rank, told, weights_of
 from grader.checks import Trial, check, exercise
 
 from .check_layers import dense_branch
-from .shared import (
-    BACKWARD,
-    SIZES,
-    SLACK,
-    backward,
-    describe,
-    drawn_alike,
-    each_rank,
-    one_all_reduce,
-    own_part,
-    told,
-    weights_of,
-    wire_bytes,
-)
+from .shared import SIZES, SLACK, describe, one_all_reduce, own_part, wire_bytes
 
 exercise(
     "MultiQueryAttention",

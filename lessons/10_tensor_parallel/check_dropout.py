@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import torch
 
+from grader.aids import each_rank, told
 from grader.checks import Trial, check, exercise
 from nanogpt.model import Dropout
 
-from .shared import SIZES, by_group_rank, each_rank, told
+from .shared import SIZES
 
 exercise(
     "share_dropout",
@@ -49,7 +50,6 @@ def observe_dropout(trial: Trial) -> SimpleNamespace:
 
 
 @check("share_dropout")
-@by_group_rank
 def mask_is_the_same_on_every_rank(trial: Trial) -> None:
     """Every rank drops the same elements, though the ranks are seeded differently."""
     seen = trial.once(observe_dropout)

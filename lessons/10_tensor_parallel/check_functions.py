@@ -5,24 +5,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from grader.aids import BACKWARD, backward, each_rank, parts, told
 from grader.checks import Trial, check, exercise
 
-from .shared import (
-    BACKWARD,
-    SIZES,
-    SLACK,
-    backward,
-    by_group_rank,
-    each_rank,
-    error_of,
-    nothing_travels,
-    one_all_reduce,
-    parts,
-    refused,
-    told,
-    undividable,
-    wire_bytes,
-)
+from .shared import SIZES, SLACK, error_of, nothing_travels, one_all_reduce, refused, undividable, wire_bytes
 
 exercise(
     "copy_to_group",
@@ -288,7 +274,6 @@ def takes_any_layout_and_dtype_too(trial: Trial) -> None:
 
 
 @check("gather_from_group")
-@by_group_rank
 def output_is_joined_in_rank_order(trial: Trial) -> None:
     """The forward joins all ranks' x along the last dimension, rank 0 first."""
     seen = pair(trial, "gather_from_group")
@@ -298,7 +283,6 @@ def output_is_joined_in_rank_order(trial: Trial) -> None:
 
 
 @check("gather_from_group")
-@by_group_rank
 def gradient_is_this_ranks_slice(trial: Trial) -> None:
     """The gradient of x is this rank's slice of the gradient of the output."""
     seen = pair(trial, "gather_from_group")
@@ -360,7 +344,6 @@ def gather_costs(trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes: i
 
 
 @check("scatter_to_group")
-@by_group_rank
 def output_is_this_ranks_slice(trial: Trial) -> None:
     """The forward returns the r-th contiguous slice of the last dimension on rank r."""
     seen = pair(trial, "scatter_to_group")
@@ -378,7 +361,6 @@ def output_is_this_ranks_slice(trial: Trial) -> None:
 
 
 @check("scatter_to_group")
-@by_group_rank
 def gradient_is_joined(trial: Trial) -> None:
     """The gradient of x is every rank's gradient, joined in rank order."""
     seen = pair(trial, "scatter_to_group")

@@ -8,26 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grader.aids import BACKWARD, backward, drawn_alike, each_rank, parts, row_order, stand_alone, weights_of
 from grader.checks import Trial, check, exercise
 from nanogpt.model import MLP, CausalSelfAttention, GPTConfig
 
-from .check_linears import computes_a_share, stand_alone
-from .shared import (
-    BACKWARD,
-    SIZES,
-    backward,
-    describe,
-    drawn_alike,
-    each_rank,
-    error_of,
-    one_all_reduce,
-    own_part,
-    parts,
-    refused,
-    shape_of,
-    undividable,
-    weights_of,
-)
+from .check_linears import computes_a_share
+from .shared import SIZES, describe, error_of, one_all_reduce, own_part, refused, shape_of, undividable
 
 exercise(
     "tensor_parallel_mlp",
@@ -287,15 +273,6 @@ def mlp_refuses_what_does_not_divide(trial: Trial) -> None:
 def heads_of(tensor: Tensor, rank: int, n: int) -> Tensor:
     """Rank's rows of a fused q|k|v tensor: the r-th heads of each, in the order q, k, v."""
     return torch.cat([own_part(part, 0, rank, n) for part in tensor.chunk(3)])
-
-
-def row_order(actual: Tensor | None, expected: Tensor) -> list[int] | None:
-    """Which row of `expected` each row of `actual` is, if they are the same rows in some order."""
-    if actual is None or actual.shape != expected.shape:
-        return None
-    order = torch.cdist(actual.double(), expected.double()).argmin(dim=1)
-    same = torch.allclose(actual.double(), expected.double()[order], atol=1e-6)
-    return order.tolist() if same and len(set(order.tolist())) == len(order) else None
 
 
 def fused_with_bias(tensors: dict) -> Tensor:

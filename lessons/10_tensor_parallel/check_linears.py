@@ -8,25 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grader.aids import BACKWARD, backward, each_rank, parts, stand_alone
 from grader.checks import Trial, check, exercise
 from grader.measure import storage_bytes
 
 from .check_functions import gather_costs
-from .shared import (
-    BACKWARD,
-    SIZES,
-    backward,
-    by_group_rank,
-    each_rank,
-    error_of,
-    nothing_travels,
-    one_all_reduce,
-    own_part,
-    parts,
-    refused,
-    shape_of,
-    undividable,
-)
+from .shared import SIZES, error_of, nothing_travels, one_all_reduce, own_part, refused, shape_of, undividable
 
 exercise(
     "ColumnParallelLinear",
@@ -166,18 +153,6 @@ def weight_alternatives(weight: Tensor, dim: int, n: int) -> dict[str, list[Tens
     return found
 
 
-def stand_alone(trial: Trial, results: list[dict], what: str = "") -> None:
-    for rank, result in enumerate(results):
-        for name, held in result["held"].items():
-            own = result["weights"][name].numel() * result["weights"][name].element_size()
-            trial.require(
-                held <= own,
-                f"{what}{name} is a view: its {own:,} bytes keep {held:,} bytes alive",
-                help="A slice shares the whole tensor's memory. Clone it, so that the whole can be freed.",
-                rank=rank,
-            )
-
-
 def computes_a_share(trial: Trial, seen: SimpleNamespace, stretch: str, num_flops: float) -> None:
     """Matrix products on each rank cost a share of the dense ones."""
     for rank, recording in enumerate(each_rank(seen, "recording")):
@@ -192,7 +167,6 @@ def computes_a_share(trial: Trial, seen: SimpleNamespace, stretch: str, num_flop
 
 
 @check("ColumnParallelLinear")
-@by_group_rank
 def weight_is_this_ranks_rows(trial: Trial) -> None:
     """Rank r holds the r-th contiguous slice of the output features, of the weight and of the bias."""
     n = trial.num_ranks
@@ -378,7 +352,6 @@ def column_refuses_what_does_not_divide(trial: Trial) -> None:
 
 
 @check("RowParallelLinear")
-@by_group_rank
 def weight_is_this_ranks_columns(trial: Trial) -> None:
     """Rank r holds the r-th contiguous slice of the input features, and the whole bias."""
     n = trial.num_ranks

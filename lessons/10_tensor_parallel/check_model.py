@@ -6,27 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grader.aids import BACKWARD, drawn_alike, each_rank, parts, row_order, stand_alone, told, weights_of
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
-from .check_layers import fused_with_bias, heads_of, row_order, small_config
-from .check_linears import computes_a_share, stand_alone
+from .check_layers import fused_with_bias, heads_of, small_config
+from .check_linears import computes_a_share
 from .check_vocabulary import row_ranges
-from .shared import (
-    BACKWARD,
-    SIZES,
-    SLACK,
-    describe,
-    drawn_alike,
-    each_rank,
-    error_of,
-    parts,
-    refused,
-    told,
-    undividable,
-    weights_of,
-    wire_bytes,
-)
+from .shared import SIZES, SLACK, describe, error_of, refused, undividable, wire_bytes
 
 exercise(
     "tensor_parallelize",

@@ -6,23 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grader.aids import BACKWARD, backward, each_rank, parts, stand_alone, told
 from grader.checks import Trial, check, exercise
 
-from .check_linears import stand_alone
-from .shared import (
-    BACKWARD,
-    SIZES,
-    backward,
-    by_group_rank,
-    describe,
-    each_rank,
-    nothing_travels,
-    one_all_reduce,
-    own_part,
-    parts,
-    told,
-    undividable,
-)
+from .shared import SIZES, describe, nothing_travels, one_all_reduce, own_part, undividable
 
 exercise(
     "VocabParallelEmbedding",
@@ -115,7 +102,6 @@ def row_ranges(table: Tensor, shards: list[Tensor]) -> list[tuple[int, int]] | N
 
 
 @check("VocabParallelEmbedding")
-@by_group_rank
 def rows_are_cut_by_rank(trial: Trial) -> None:
     """Rank r holds the r-th contiguous rows of the table, as many as its share, in a tensor of its own."""
     n = trial.num_ranks
@@ -139,7 +125,6 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
 
 
 @check("VocabParallelEmbedding")
-@by_group_rank
 def embedding_output_is_the_dense_one(trial: Trial) -> None:
     """Every rank gets every token's row."""
     for name, seen in trial.once(observe_embedding).items():
@@ -342,7 +327,6 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
 
 
 @check("vocab_parallel_cross_entropy")
-@by_group_rank
 def loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the mean over the counted targets, the same on every rank."""
     for name in ("plain", "with ignored targets", "all targets on the last rank"):

@@ -6,23 +6,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from grader.aids import BACKWARD, drawn_alike, each_rank, told, weights_of
 from grader.checks import Trial, check, exercise
 from grader.measure import storage_bytes
 from nanogpt.model import GPT, GPTConfig
 
 from .check_layers import small_config
 from .check_model import cut_dim, dense_model
-from .shared import (
-    BACKWARD,
-    SLACK,
-    describe,
-    drawn_alike,
-    each_rank,
-    own_part,
-    told,
-    weights_of,
-    wire_bytes,
-)
+from .shared import SLACK, describe, own_part, wire_bytes
 
 exercise(
     "GPT",

@@ -1,57 +1,15 @@
 """What the checks of this lesson share: drawn weights, what a rank holds, bytes on the wire."""
 
-import functools
-import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
-import torch
 from torch import Tensor, nn
 
+from grader.aids import each_rank, told
 from grader.checks import Trial
 from grader.measure import storage_bytes
-from grader.verdicts import CheckEnded
 
-BACKWARD = "backward begins"
 SIZES = (2, 1, 4, 3)
 SLACK = 16
-
-
-def by_group_rank(check: Callable[[Trial], None]) -> Callable[[Trial], None]:
-    """A check that names the likely cause where it fails in the layout with world rank 0 outside.
-
-    That layout comes last, so whatever fails there was right where the group is the world.
-    """
-
-    @functools.wraps(check)
-    def named(trial: Trial) -> None:
-        try:
-            check(trial)
-        except CheckEnded as end:
-            if trial.layout.world_size == trial.num_ranks:
-                raise
-            cause = (
-                "it is right where the group is the whole world: look for dist.get_rank() where group.rank() "
-                "belongs, for src=0 where group_src=0 does, for a collective without group=group"
-            )
-            raise CheckEnded(end.verdict, end.message, cause, end.help, end.details) from None
-
-    return named
-
-
-def drawn_alike(module: nn.Module, trial: Trial) -> nn.Module:
-    """Give every parameter numbers of the judge's, biases and norms too: zeros and ones hide mistakes."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            drawn = trial.normal(*parameter.shape)
-            scale = 1 / math.sqrt(parameter.size(-1)) if parameter.dim() > 1 else 0.5
-            is_gain = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_(drawn * scale + (1.0 if is_gain else 0.0))
-    return module
-
-
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
@@ -60,10 +18,6 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
 
 def own_part(tensor: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
     return tensor.chunk(num_ranks, dim)[rank]
-
-
-def parts(tensor: Tensor, dim: int, num_ranks: int) -> list[Tensor]:
-    return list(tensor.chunk(num_ranks, dim))
 
 
 def describe(module: nn.Module) -> dict:
@@ -76,20 +30,6 @@ def describe(module: nn.Module) -> dict:
     }
 
 
-def backward(y: Tensor, upstream: Tensor) -> None:
-    """On a rank: backward, unless the output is no good already; the checks of output and gradient tell."""
-    if isinstance(y, Tensor) and y.requires_grad and y.shape == upstream.shape:
-        y.backward(upstream)
-
-
-def each_rank(seen: SimpleNamespace, *path: str) -> list:
-    """One part of every rank's result; None where a rank does not have it."""
-    values = list(seen.results)
-    for key in path:
-        values = [None if value is None else value.get(key) for value in values]
-    return values
-
-
 def shape_of(tensor: Tensor | None) -> tuple | None:
     return None if tensor is None else tuple(tensor.shape)
 
@@ -99,10 +39,6 @@ def wire_bytes(events: list, num_ranks: int) -> float:
     share = (num_ranks - 1) / num_ranks
     factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}
     return sum(event.num_bytes * factor.get(event.kind, 0 if event.kind == "recv" else 1) for event in events)
-
-
-def told(events: list) -> str:
-    return ", ".join(event.describe() for event in events[:6]) or "nothing"
 
 
 def one_all_reduce(trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes: int, help: str) -> None:

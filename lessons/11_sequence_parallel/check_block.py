@@ -6,34 +6,26 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from grader.aids import BACKWARD, backward, drawn_alike, each_rank, parts, row_order, stand_alone, weights_of
 from grader.checks import Trial, check, exercise
 from nanogpt.model import Block, GPTConfig
 
 from .masks import drop_as_seen, masks_differ, watch
 from .shared import (
-    BACKWARD,
     SIZES,
     alive_before_backward,
     attention_gradients_are_right,
-    backward,
     block_gradients_are_right,
-    by_group_rank,
     cut_dim,
     describe,
-    drawn_alike,
-    each_rank,
     fused_of,
     gradients_of,
     heads_of,
     kept_bytes,
     mark_backward,
     own_token_gradients,
-    parts,
-    row_order,
     sends_at_most,
     small_config,
-    stand_alone,
-    weights_of,
 )
 
 exercise(
@@ -161,7 +153,6 @@ def observe_block(trial: Trial) -> SimpleNamespace:
 
 
 @check("sequence_parallel_block")
-@by_group_rank
 def block_output_is_the_dense_one(trial: Trial) -> None:
     """Called with this rank's tokens, the block returns the dense block's output for them."""
     for seen in trial.once(observe_block).plain:
@@ -176,7 +167,6 @@ def block_output_is_the_dense_one(trial: Trial) -> None:
 
 
 @check("sequence_parallel_block")
-@by_group_rank
 def block_input_gradient_is_the_dense_one(trial: Trial) -> None:
     """The gradient of this rank's tokens is the dense block's, complete."""
     for seen in trial.once(observe_block).plain:
@@ -218,7 +208,6 @@ def block_is_cut_and_names_stay(trial: Trial) -> None:
 
 
 @check("sequence_parallel_block")
-@by_group_rank
 def norms_and_biases_are_summed(trial: Trial) -> None:
     """Norms and the biases after a reduce-scatter have the dense gradient, the same on every rank."""
     for seen in trial.once(observe_block).plain:
@@ -226,7 +215,6 @@ def norms_and_biases_are_summed(trial: Trial) -> None:
 
 
 @check("sequence_parallel_block")
-@by_group_rank
 def slices_have_the_dense_gradient(trial: Trial) -> None:
     """Every slice of a matrix has its part of the dense gradient."""
     for seen in trial.once(observe_block).plain:
@@ -293,7 +281,6 @@ def block_computes_its_share(trial: Trial) -> None:
 
 
 @check("sequence_parallel_block")
-@by_group_rank
 def block_dropouts_differ_between_ranks(trial: Trial) -> None:
     """Ranks drop different elements of their different tokens, also if they share a seed."""
     for seen in trial.once(observe_block).dropping:

@@ -6,19 +6,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from grader.aids import BACKWARD, backward, each_rank, parts
 from grader.checks import Trial, check, exercise
 
-from .shared import (
-    BACKWARD,
-    SIZES,
-    backward,
-    by_group_rank,
-    describe,
-    each_rank,
-    gradients_of,
-    parts,
-    sends_at_most,
-)
+from .shared import SIZES, describe, gradients_of, sends_at_most
 
 exercise(
     "AdaptedRowLinear",
@@ -83,7 +74,6 @@ def observe_adapter(trial: Trial) -> SimpleNamespace:
 
 
 @check("AdaptedRowLinear")
-@by_group_rank
 def adapter_output_stays_right(trial: Trial) -> None:
     """The output is this rank's tokens of the dense layer with its adapter (it was before, too)."""
     seen = trial.once(observe_adapter)
@@ -93,7 +83,6 @@ def adapter_output_stays_right(trial: Trial) -> None:
 
 
 @check("AdaptedRowLinear")
-@by_group_rank
 def up_learns_from_all_tokens(trial: Trial) -> None:
     """The gradient of `up` comes from all tokens, and is the same on every rank."""
     seen = trial.once(observe_adapter)
@@ -112,7 +101,6 @@ def up_learns_from_all_tokens(trial: Trial) -> None:
 
 
 @check("AdaptedRowLinear")
-@by_group_rank
 def down_and_x_stay_right(trial: Trial) -> None:
     """The gradients of `down` and of x are this rank's slices of the dense ones (they were before, too)."""
     seen = trial.once(observe_adapter)

@@ -5,18 +5,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from grader.aids import BACKWARD, backward, each_rank, parts, told
 from grader.checks import Trial, check, exercise
 
-from .shared import (
-    BACKWARD,
-    SIZES,
-    backward,
-    by_group_rank,
-    each_rank,
-    parts,
-    sends_at_most,
-    told,
-)
+from .shared import SIZES, sends_at_most
 
 exercise(
     "gather_sequence",
@@ -169,7 +161,6 @@ def any_kind_works(trial: Trial, name: str) -> None:
 
 
 @check("gather_sequence")
-@by_group_rank
 def gathered_in_rank_order(trial: Trial) -> None:
     """Every rank gets all tokens, (b, s, h), in rank order along dimension 1."""
     seen, *_ = trial.once(RUN["gather_sequence"])
@@ -185,7 +176,6 @@ def gathered_in_rank_order(trial: Trial) -> None:
 
 
 @check("gather_sequence")
-@by_group_rank
 def gather_sums_the_gradients_of_own_tokens(trial: Trial) -> None:
     """The gradient of x is the sum over the ranks of the gradients of this rank's tokens."""
     seen, *_ = trial.once(RUN["gather_sequence"])
@@ -230,7 +220,6 @@ def gather_takes_any_dtype_and_layout(trial: Trial) -> None:
 
 
 @check("reduce_scatter_sequence")
-@by_group_rank
 def own_tokens_of_the_sum(trial: Trial) -> None:
     """Rank r gets the r-th tokens, (b, s/n, h), of the sum over the ranks."""
     seen, *_ = trial.once(RUN["reduce_scatter_sequence"])
@@ -249,7 +238,6 @@ def own_tokens_of_the_sum(trial: Trial) -> None:
 
 
 @check("reduce_scatter_sequence")
-@by_group_rank
 def reduce_scatter_gathers_gradients(trial: Trial) -> None:
     """The gradient of x is that of all tokens, whole on every rank."""
     seen, *_ = trial.once(RUN["reduce_scatter_sequence"])
@@ -293,7 +281,6 @@ def reduce_scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
 
 
 @check("scatter_sequence")
-@by_group_rank
 def own_tokens_of_x(trial: Trial) -> None:
     """Rank r gets the r-th tokens of x, (b, s/n, h)."""
     seen, *_ = trial.once(RUN["scatter_sequence"])
@@ -312,7 +299,6 @@ def own_tokens_of_x(trial: Trial) -> None:
 
 
 @check("scatter_sequence")
-@by_group_rank
 def scatter_gathers_gradients(trial: Trial) -> None:
     """The gradient of x is that of all tokens, whole on every rank."""
     seen, *_ = trial.once(RUN["scatter_sequence"])

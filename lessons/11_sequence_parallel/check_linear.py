@@ -6,19 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from grader.aids import BACKWARD, backward, each_rank, parts
 from grader.checks import Trial, check, exercise
 
-from .shared import (
-    BACKWARD,
-    SIZES,
-    alive_before_backward,
-    backward,
-    by_group_rank,
-    each_rank,
-    mark_backward,
-    parts,
-    sends_at_most,
-)
+from .shared import SIZES, alive_before_backward, mark_backward, sends_at_most
 
 exercise(
     "gathered_linear",
@@ -103,7 +94,6 @@ def observe_linear(trial: Trial) -> list[SimpleNamespace]:
 
 
 @check("gathered_linear")
-@by_group_rank
 def product_of_all_tokens(trial: Trial) -> None:
     """The output is this rank's features of all tokens, (b, s, out/n), with its bias."""
     for seen in trial.once(observe_linear):
@@ -111,7 +101,6 @@ def product_of_all_tokens(trial: Trial) -> None:
 
 
 @check("gathered_linear")
-@by_group_rank
 def gradient_of_own_tokens(trial: Trial) -> None:
     """The gradient of x is the sum of what all ranks' features found for this rank's tokens."""
     for seen in trial.once(observe_linear):
@@ -130,7 +119,6 @@ def gradient_of_own_tokens(trial: Trial) -> None:
 
 
 @check("gathered_linear")
-@by_group_rank
 def weight_learns_from_all_tokens(trial: Trial) -> None:
     """The gradients of weight and bias come from all tokens, and two passes add up."""
     for seen in trial.once(observe_linear):

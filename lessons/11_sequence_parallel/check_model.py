@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from grader.aids import drawn_alike, each_rank, parts, row_order, stand_alone, told, weights_of
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
@@ -13,20 +14,12 @@ from .shared import (
     SIZES,
     attention_gradients_are_right,
     block_gradients_are_right,
-    by_group_rank,
     cut_dim,
-    drawn_alike,
-    each_rank,
     fused_of,
     heads_of,
     local,
-    parts,
-    row_order,
     sends_at_most,
     small_config,
-    stand_alone,
-    told,
-    weights_of,
     wire_bytes,
 )
 
@@ -80,7 +73,6 @@ def ranges_of(seen: SimpleNamespace) -> list[tuple[int, int]] | None:
 
 
 @check("sequence_parallelize")
-@by_group_rank
 def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the dense model's, the same on every rank, with ignored targets too."""
     for seen in trial.once(observe_model).plain:
@@ -95,7 +87,6 @@ def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
 
 
 @check("sequence_parallelize")
-@by_group_rank
 def logits_are_those_of_tensor_parallelize(trial: Trial) -> None:
     """With targets: this rank's part of the vocabulary for all tokens; without: the last token's, whole."""
     for seen in trial.once(observe_model).plain:
@@ -129,7 +120,6 @@ def logits_are_those_of_tensor_parallelize(trial: Trial) -> None:
 
 
 @check("sequence_parallelize")
-@by_group_rank
 def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
     """Every matrix of attention and MLP and the token table are shards; names stay, the table stays tied."""
     n = trial.num_ranks
@@ -178,7 +168,6 @@ def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
 
 
 @check("sequence_parallelize")
-@by_group_rank
 def replicated_gradients_are_summed(trial: Trial) -> None:
     """Norms, positions and the biases after a reduce-scatter have the dense gradient on every rank."""
     for seen in trial.once(observe_model).plain:
@@ -186,7 +175,6 @@ def replicated_gradients_are_summed(trial: Trial) -> None:
 
 
 @check("sequence_parallelize")
-@by_group_rank
 def sliced_gradients_are_the_dense_models(trial: Trial) -> None:
     """Every slice of a matrix, and of the token table, has its part of the dense gradient."""
     for seen in trial.once(observe_model).plain:

@@ -2,6 +2,7 @@
 
 import torch
 
+from grader.aids import each_rank
 from grader.checks import Trial, check
 
 from .check_model import table_gradients_are_right
@@ -11,8 +12,6 @@ from .shared import (
     alive_before_backward,
     attention_gradients_are_right,
     block_gradients_are_right,
-    by_group_rank,
-    each_rank,
     kept_bytes,
 )
 
@@ -25,7 +24,6 @@ def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
 
 
 @check("sequence_parallelize")
-@by_group_rank
 def dropout_differs_where_tokens_differ(trial: Trial) -> None:
     """Ranks drop different elements of their different tokens, also if they share a seed."""
     for seen in trial.once(observe_model).dropping:
@@ -33,7 +31,6 @@ def dropout_differs_where_tokens_differ(trial: Trial) -> None:
 
 
 @check("sequence_parallelize")
-@by_group_rank
 def gradients_are_right_with_dropout(trial: Trial) -> None:
     """With dropout, loss and gradients are the dense model's with the same elements dropped."""
     for seen in trial.once(observe_model).dropping[:1]:

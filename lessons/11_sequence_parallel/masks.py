@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from grader.aids import each_rank
 from grader.checks import Trial
 
-from .shared import each_rank, local
+from .shared import local
 
 PLACES = ("in", "middle", "out")
 """Of a block: what enters it, what its second norm reads, what leaves it."""

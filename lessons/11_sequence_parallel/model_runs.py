@@ -5,22 +5,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from grader.aids import BACKWARD, drawn_alike, parts, weights_of
 from grader.checks import Trial
 from nanogpt.model import GPT, GPTConfig
 
 from .masks import watch
-from .shared import (
-    BACKWARD,
-    describe,
-    drawn_alike,
-    gradients_of,
-    local,
-    mark_backward,
-    own_token_gradients,
-    parts,
-    small_config,
-    weights_of,
-)
+from .shared import describe, gradients_of, local, mark_backward, own_token_gradients, small_config
 
 RATE = 0.4
 WORDS = 12

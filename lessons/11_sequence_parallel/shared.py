@@ -1,56 +1,19 @@
 """What the checks of this lesson share: drawn weights, parts of a sequence, what a rank holds and sends."""
 
-import functools
-import math
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
+from grader.aids import BACKWARD, each_rank, parts, row_order, told
 from grader.checks import Trial
 from grader.measure import storage_bytes
-from grader.verdicts import CheckEnded
 
-BACKWARD = "backward begins"
 SIZES = (2, 1, 4, 3)
 WAITS = 8
 SLACK = 64
 """Bytes a collective may be off by: padding, a length, a few numbers about it."""
-
-
-def by_group_rank(check: Callable[[Trial], None]) -> Callable[[Trial], None]:
-    """A check that names the likely cause where it fails in the layout with world rank 0 outside.
-
-    That layout comes last, so whatever fails there was right where the group is the world.
-    """
-
-    @functools.wraps(check)
-    def named(trial: Trial) -> None:
-        try:
-            check(trial)
-        except CheckEnded as end:
-            if trial.layout.world_size == trial.num_ranks:
-                raise
-            cause = (
-                "it is right where the group is the whole world: look for dist.get_rank() where group.rank() "
-                "belongs, for src=0 where group_src=0 does, for a collective without group=group"
-            )
-            raise CheckEnded(end.verdict, end.message, cause, end.help, end.details) from None
-
-    return named
-
-
-def drawn_alike(module: nn.Module, trial: Trial) -> nn.Module:
-    """Give every parameter numbers of the judge's, biases and norms too: zeros and ones hide mistakes."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            drawn = trial.normal(*parameter.shape)
-            scale = 1 / math.sqrt(parameter.size(-1)) if parameter.dim() > 1 else 0.5
-            is_gain = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_(drawn * scale + (1.0 if is_gain else 0.0))
-    return module
 
 
 def small_config(trial: Trial, **changes) -> dict:
@@ -65,14 +28,6 @@ def small_config(trial: Trial, **changes) -> dict:
         "bias": True,
     }
     return config | changes
-
-
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-
-def parts(tensor: Tensor, dim: int, num_ranks: int) -> list[Tensor]:
-    return list(tensor.chunk(num_ranks, dim))
 
 
 def describe(module: nn.Module) -> dict:
@@ -95,12 +50,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def backward(y: Tensor, upstream: Tensor) -> None:
-    """On a rank: backward, unless the output is no good already; the checks of output and gradient tell."""
-    if isinstance(y, Tensor) and y.requires_grad and y.shape == upstream.shape:
-        y.backward(upstream)
-
-
 def mark_backward(recording) -> None:
     """On a rank: marks the moment before backward, and several before it: see `alive_before_backward`."""
     for number in range(WAITS):
@@ -114,23 +63,11 @@ def alive_before_backward(recording) -> int:
     return min(recording.alive(mark) for mark in (*(f"waited {n}" for n in range(WAITS)), BACKWARD))
 
 
-def each_rank(seen: SimpleNamespace, *path: str) -> list:
-    """One part of every rank's result; None where a rank does not have it."""
-    values = list(seen.results)
-    for key in path:
-        values = [None if value is None else value.get(key) for value in values]
-    return values
-
-
 def wire_bytes(events: list, num_ranks: int) -> float:
     """Bytes that one rank sends, with rings, whichever calls they were made of."""
     share = (num_ranks - 1) / num_ranks
     factor = {"all_reduce": 2 * share, "send": 1.0, "recv": 0.0}
     return sum(event.num_bytes * factor.get(event.kind, share) for event in events)
-
-
-def told(events: list) -> str:
-    return ", ".join(event.describe() for event in events[:6]) or "nothing"
 
 
 def sends_at_most(
@@ -148,18 +85,6 @@ def sends_at_most(
                 f"{where} sent about {sent:,.0f} bytes from here, where {means} send {allowed:,.0f}: "
                 f"{told(largest)}",
                 help=help,
-                rank=rank,
-            )
-
-
-def stand_alone(trial: Trial, results: list[dict]) -> None:
-    for rank, result in enumerate(results):
-        for name, held in result["held"].items():
-            own = result["weights"][name].numel() * result["weights"][name].element_size()
-            trial.require(
-                held <= own,
-                f"{name} is a view: its {own:,} bytes keep {held:,} bytes alive",
-                help="A slice shares the whole tensor's memory. Clone it, so that the whole can be freed.",
                 rank=rank,
             )
 
@@ -188,17 +113,6 @@ def fused_of(tensors: dict, prefix: str) -> Tensor | None:
 def heads_of(fused: Tensor, rank: int, num_ranks: int) -> Tensor:
     """The rows of a rank's heads in q, in k and in v."""
     return torch.cat([part.chunk(num_ranks)[rank] for part in fused.chunk(3)])
-
-
-def row_order(actual: Tensor | None, expected: Tensor) -> list[int] | None:
-    """Which row of `expected` each row of `actual` is, None if they are not the same rows."""
-    if actual is None or actual.shape != expected.shape:
-        return None
-    places = {tuple(row.tolist()): number for number, row in enumerate(expected)}
-    order = [places.get(tuple(row.tolist())) for row in actual]
-    return order if sorted(order, key=lambda place: -1 if place is None else place) == list(
-        range(len(order))
-    ) else None  # fmt: skip
 
 
 def block_gradients_are_right(

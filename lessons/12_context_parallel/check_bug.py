@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from grader.checks import Trial, check, exercise
 
-from .shared import SIZES, by_group_rank
+from .shared import SIZES
 
 exercise(
     "next_token_loss",
@@ -100,7 +100,6 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
 
 
 @check("next_token_loss")
-@by_group_rank
 def every_next_token_is_predicted(trial: Trial) -> None:
     """The loss is one process's: every token but the first is predicted, those that begin a part, too."""
     seen, n = trial.once(observe), trial.num_ranks
@@ -117,7 +116,6 @@ def every_next_token_is_predicted(trial: Trial) -> None:
 
 
 @check("next_token_loss")
-@by_group_rank
 def gradient_reaches_every_position(trial: Trial) -> None:
     """The gradient of each rank's logits is its part of one process's, at the borders, too."""
     seen, n = trial.once(observe), trial.num_ranks

@@ -20,7 +20,6 @@ from .shared import (
     SIZES,
     Watch,
     attention,
-    by_group_rank,
     causal,
     hops_at_most,
     neighbours_only,
@@ -209,14 +208,12 @@ def require_loss(trial: Trial, number: int, what: str) -> None:
 
 
 @check("context_parallelize")
-@by_group_rank
 def loss_is_that_of_one_process(trial: Trial) -> None:
     """With every target counted, the loss on every rank is that of the dense model on the whole batch."""
     require_loss(trial, 1, "the loss")
 
 
 @check("context_parallelize")
-@by_group_rank
 def loss_is_the_mean_over_all_counted_tokens(trial: Trial) -> None:
     """Where ranks count different numbers of targets, or one counts none, it is the mean over all counted."""
     require_loss(trial, 0, "the loss where ranks count different numbers of targets")
@@ -249,7 +246,6 @@ def require_gradients(trial: Trial, key: str, expected: dict[str, Tensor], other
 
 
 @check("context_parallelize")
-@by_group_rank
 def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
     """After loss.backward() every parameter has the dense model's gradient, on every rank."""
     seen = trial.once(observe)
@@ -257,7 +253,6 @@ def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
 
 
 @check("context_parallelize")
-@by_group_rank
 def a_second_backward_adds_its_gradient(trial: Trial) -> None:
     """A second pass, of half its loss, adds half its gradient to what is there."""
     seen, n = trial.once(observe), trial.num_ranks

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from grader.checks import Trial, check, exercise
 
 from . import rings
-from .shared import SIZES, by_group_rank
+from .shared import SIZES
 
 exercise(
     "ring_attention",
@@ -29,21 +29,18 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 
 @check("ring_attention")
-@by_group_rank
 def output_is_that_of_causal_attention(trial: Trial) -> None:
     """Each rank's output is its part of plain causal attention over the whole sequence."""
     rings.require_outputs(trial, trial.once(observe))
 
 
 @check("ring_attention")
-@by_group_rank
 def gradients_are_those_of_causal_attention(trial: Trial) -> None:
     """The gradients of q, k and v are this rank's parts of plain attention's, complete and at home."""
     rings.require_gradients(trial, trial.once(observe))
 
 
 @check("ring_attention")
-@by_group_rank
 def messages_go_to_neighbours(trial: Trial) -> None:
     """Keys and values go from neighbour to neighbour: n-1 hops, and in backward again, with gradients."""
     rings.require_ring(trial, trial.once(observe))

@@ -8,7 +8,7 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 
 from . import rings
-from .shared import SIZES, by_group_rank, zigzag_positions
+from .shared import SIZES, zigzag_positions
 
 exercise(
     "zigzag_split",
@@ -99,7 +99,6 @@ def other_parts(x: Tensor, dim: int, n: int) -> dict[str, list[Tensor]]:
 
 
 @check("zigzag_split")
-@by_group_rank
 def parts_are_chunks_r_and_its_mirror_image(trial: Trial) -> None:
     """Of 2n chunks rank r keeps r and 2n-1-r, in this order, whole and unchanged, along any dimension."""
     seen, n = trial.once(observe_splits), trial.num_ranks
@@ -161,7 +160,6 @@ def other_wholes(x: Tensor, dim: int, n: int) -> dict[str, Tensor]:
 
 
 @check("zigzag_merge")
-@by_group_rank
 def whole_comes_back_everywhere(trial: Trial) -> None:
     """The ranks' parts are put back in order: the whole tensor, on every rank, along any dimension."""
     seen, n = trial.once(observe_merges), trial.num_ranks
@@ -194,21 +192,18 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 
 @check("zigzag_ring_attention")
-@by_group_rank
 def zigzag_output_is_that_of_causal_attention(trial: Trial) -> None:
     """Each rank's output is plain causal attention at its positions: chunks r and 2n-1-r."""
     rings.require_outputs(trial, trial.once(observe))
 
 
 @check("zigzag_ring_attention")
-@by_group_rank
 def zigzag_gradients_are_those_of_causal_attention(trial: Trial) -> None:
     """The gradients of q, k and v are plain attention's at this rank's positions, complete and at home."""
     rings.require_gradients(trial, trial.once(observe))
 
 
 @check("zigzag_ring_attention")
-@by_group_rank
 def zigzag_messages_go_to_neighbours(trial: Trial) -> None:
     """The messages are those of the plain ring: neighbours only, n-1 hops, in backward with gradients."""
     rings.require_ring(trial, trial.once(observe))

@@ -1,8 +1,6 @@
 """What the checks of this lesson share: plain attention, who has which positions, messages round a ring."""
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from grader.checks import Trial
 from grader.recording import Event, Recording
-from grader.verdicts import CheckEnded
 
 BACKWARD = "backward begins"
 SIZES = (2, 1, 4, 3)
@@ -20,28 +17,6 @@ FEW = 64
 """Bytes of a message that carries no block: a size, a flag."""
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv")
-
-
-def by_group_rank(check: Callable[[Trial], None]) -> Callable[[Trial], None]:
-    """A check that names the likely cause where it fails in the layout with world rank 0 outside.
-
-    That layout comes last, so whatever fails there was right where the group is the world.
-    """
-
-    @functools.wraps(check)
-    def named(trial: Trial) -> None:
-        try:
-            check(trial)
-        except CheckEnded as end:
-            if trial.layout.world_size == trial.num_ranks:
-                raise
-            cause = (
-                "it is right where the group is the whole world: look for dist.get_rank() where group.rank() "
-                "belongs, for peer= where group_peer= does, for a collective without group=group"
-            )
-            raise CheckEnded(end.verdict, end.message, cause, end.help, end.details) from None
-
-    return named
 
 
 def plain_positions(length: int, rank: int, num_ranks: int) -> Tensor:
