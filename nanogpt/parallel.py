@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nanogpt.config import TrainConfig
 from nanogpt.model import GPT, GPTConfig
-from nanogpt.optimizer import adamw
+from nanogpt.optimizer import adamw, clip_gradients
 from nanogpt.technique import Checkpointing, Implementation, Technique
 
 
@@ -93,7 +93,7 @@ class Parallel(Technique):
 
         Returns the norm before. An infinite max_norm only measures.
         """
-        return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        return clip_gradients(module.parameters(), max_norm)
 
     def mean_loss(self, loss: Tensor) -> Tensor:
         """The loss of the global batch, from the loss of this rank's share: a detached scalar."""

@@ -174,9 +174,8 @@ def techniques(config: TrainConfig, place: Place) -> Techniques:
     theirs: Implementation | None = None
     if found and config.implementation not in ("solutions", "torch"):
         theirs = load_implementation(config.implementation)
-        has = [
-            table for table, (adapter, _) in found.items() if any(map(theirs.__dict__.get, adapter.exercises))
-        ]
+        names = vars(theirs).keys()
+        has = [table for table, (adapter, _) in found.items() if names & set(adapter.exercises)]
     chosen: dict[str, Technique] = {}
     for table, (adapter, solution) in found.items():
         implementation = None if config.implementation == "torch" else solution
@@ -185,9 +184,8 @@ def techniques(config: TrainConfig, place: Place) -> Techniques:
             for name in adapter.exercises:
                 require(theirs, name)
         elif theirs is not None and place.rank == 0:
-            print(
-                f"{config.implementation} has no {' and '.join(adapter.exercises)}: the course's own is used"
-            )
+            missing = " and ".join(adapter.exercises)
+            print(f"{config.implementation} has no {missing}: the course's own is used")
         group = (dist.group.WORLD,) if table == "PARALLEL" else ()
         chosen[table] = adapter(implementation, *group)
     return Techniques(**{table.lower(): technique for table, technique in chosen.items()})

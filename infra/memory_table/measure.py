@@ -158,9 +158,8 @@ class _Run:
     def result(self, losses: list[float]) -> Measured:
         """What was measured; `losses` are those of one rank."""
         alive, watching = self.recording.alive_at, self.watching
-        optimizer = getattr(
-            self.trainer.optimizer, "optim", self.trainer.optimizer
-        )  # ZeroRedundancyOptimizer
+        optimizer = self.trainer.optimizer
+        optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps one
         state = (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
         return Measured(
             weights=_bytes(self.trainer.module.parameters()),
