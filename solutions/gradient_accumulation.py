@@ -22,12 +22,12 @@ from solutions.flops_and_memory import activation_bytes, count_parameters, model
 def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
     """Add the gradient of a whole batch to `.grad`, one micro-batch at a time.
 
-    After it, `.grad` has become what `model(inputs, targets)[1].backward()` would have made of it, and
-    no more than a micro-batch's activations have been alive at once.
+    After it, `.grad` has become what `model(inputs, targets)[1].backward()` would have made of it, which is
+    nothing for a frozen parameter; no more than a micro-batch's activations have been alive at once.
 
     Args:
         model: called as a GPT is: `model(rows, goals)` gives logits and the mean loss over those of its
-            targets that are not -1. It is called once for each micro-batch.
+            targets that are not -1. Call it once for each micro-batch.
         inputs: tokens (b, s).
         targets: next tokens (b, s); -1 does not count. Some counts; a micro-batch may have none.
         num_microbatches: k. Where b does not divide by it, micro-batches differ in size.

@@ -113,6 +113,7 @@ class Slip:
     weigh: str = "targets"
     clip_each: bool = False
     clip: bool = True
+    zero: bool = True
 
 
 def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float, even: bool = False) -> Any:
@@ -161,7 +162,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
     for _ in range(num_epochs):
         seen.losses.append([])
         for group in groups(case):
-            optimizer.zero_grad()
+            if slip.zero:
+                optimizer.zero_grad()
             total = 0.0
             for inputs, goals in group:
                 loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
@@ -193,6 +195,7 @@ SLIPS = {
         weigh="accumulate", clip_each=True
     ),
     "not clipped": Slip(clip=False),
+    "no zero_grad: the gradients of the steps before are still there": Slip(zero=False),
 }
 
 
@@ -231,6 +234,32 @@ def require_gradients(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             factors={"accumulate": float(seen.case.accumulate)},
             help=help,
         )
+
+
+def require_rates(trial: Trial, seen: SimpleNamespace, help: str) -> None:
+    """The learning rate at each step."""
+    rates = [step["rate"] for step in seen.result["steps"]]
+    every = seen.case.accumulate
+    slips = {
+        "the scheduler moves on with every micro-batch": [every * (i + 1) - 1 for i in range(len(rates))],
+        "the scheduler moves on with every micro-batch, after the step": [
+            every * i for i in range(len(rates))
+        ],
+        "the scheduler never moves": [0] * len(rates),
+        "the scheduler does not move on after the shorter group at the end": [
+            i - i // len(seen.expected.losses[0]) for i in range(len(rates))
+        ],
+    }
+    trial.close(
+        f"{told(seen.case)}: the row of learning rates at the steps",
+        torch.tensor(rates, dtype=torch.float64),
+        torch.tensor(seen.expected.rates, dtype=torch.float64),
+        alternatives={
+            text: torch.tensor([RATE * DECAY**moves for moves in row], dtype=torch.float64)
+            for text, row in slips.items()
+        },
+        help=help,
+    )
 
 
 # --- the checks ---
@@ -285,7 +314,7 @@ def losses_are_the_means_of_the_steps(trial: Trial) -> None:
         slips = {} if is_close(given, expected, rtol=3e-5) else SLIPS
         wrong = {text: epochs(seen.case, slip=slip).losses[0] for text, slip in slips.items()}
         trial.close(
-            f"{told(seen.case)}: the losses",
+            f"{told(seen.case)}: the list of losses",
             given,
             expected,
             rtol=3e-5,
@@ -306,28 +335,7 @@ def clipping_is_of_the_whole_gradient(trial: Trial) -> None:
 def the_scheduler_counts_steps(trial: Trial) -> None:
     """The learning rate moves on once with each optimizer step, however many micro-batches there are."""
     for seen in (trial.once(observe_even), trial.once(observe_uneven)):
-        rates = [step["rate"] for step in seen.result["steps"]]
-        trial.close(
-            f"{told(seen.case)}: the learning rates at the steps",
-            torch.tensor(rates, dtype=torch.float64),
-            torch.tensor(seen.expected.rates, dtype=torch.float64),
-            alternatives={
-                "the scheduler moves on with every micro-batch": torch.tensor(
-                    [
-                        RATE * DECAY ** (i * seen.case.accumulate + before)
-                        for i in range(len(rates))
-                        for before in [seen.case.accumulate - 1]
-                    ],
-                    dtype=torch.float64,
-                ),
-                "the scheduler moves on with every micro-batch, after the step": torch.tensor(
-                    [RATE * DECAY ** (i * seen.case.accumulate) for i in range(len(rates))],
-                    dtype=torch.float64,
-                ),
-                "the scheduler never moves": torch.full((len(rates),), RATE, dtype=torch.float64),
-            },
-            help="scheduler.step() belongs beside optimizer.step().",
-        )
+        require_rates(trial, seen, "scheduler.step() belongs beside optimizer.step().")
 
 
 @check("train_epoch")
@@ -335,10 +343,13 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
     """Micro-batches left over at the end make a step of their own, and nothing leaks into the next epoch."""
     for seen in (trial.once(observe_left_over), trial.once(observe_short)):
         require_count(trial, seen, "The last group is shorter, and is a group all the same.")
+        require_rates(
+            trial, seen, "After the last group, too, scheduler.step() belongs beside optimizer.step()."
+        )
         help = "The last group has its own number of targets. A new epoch starts with no gradient."
         require_gradients(trial, seen, help)
         trial.close(
-            f"{told(seen.case)}: the weights in the end",
+            f"{told(seen.case)}: the vector of all weights in the end",
             seen.result["weights"],
             seen.expected.weights,
             help="After the last group: clip, step, scheduler, as after every other.",
