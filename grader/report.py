@@ -35,6 +35,8 @@ def exercise_lines(report: ExerciseReport) -> list[tuple[str, str]]:
     for check in report.checks:
         lines += _check_lines(check)
     lines += [(f"  note: {note}", "dim") for note in report.notes]
+    if report.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY):
+        lines.append((f"  for a hint: grade hint {report.name} (in a terminal)", "dim"))
     return lines
 
 

@@ -10,30 +10,10 @@ from grader.cli import grade
 from grader.course import lessons
 from grader.launcher import ROOT
 from grader.submission import from_cells
+from tests.attempts import CORRECT
 
 QUICK = ["--only", "copy_to_group", "--ranks", "1"]
-RIGHT = """
-import torch
-import torch.distributed as dist
-from grader import check
-
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-def copy_to_group(x, group):
-    return Copy.apply(x, group)
-
-check(copy_to_group)
-"""
+RIGHT = f"from grader import check\n{CORRECT}\ncheck(copy_to_group)\n"
 WRONG = "def copy_to_group(x, group):\n    return 2 * x\n"
 
 
