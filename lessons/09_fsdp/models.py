@@ -66,7 +66,7 @@ def dropping_gpt() -> GPT:
     return GPT(GPTConfig(block_size=8, vocab_size=VOCAB, n_layer=2, n_head=2, n_embd=8, dropout=0.3))
 
 
-DEEP = GPTConfig(block_size=4, vocab_size=17, n_layer=16, n_head=2, n_embd=16)
+DEEP = GPTConfig(block_size=4, vocab_size=17, n_layer=10, n_head=2, n_embd=16)
 
 
 def deep_gpt() -> GPT:
