@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from nanogpt.model import GPT, Dropout, GPTConfig
+from nanogpt.optimizer import clip_gradients
 from nanogpt.parallel import Parallel
 from solutions.tensor_parallel_training import TensorParallelTraining, require_divides
 
@@ -103,7 +104,7 @@ class SequenceParallelTraining(TensorParallelTraining):
         """DTensors know how they are cut; their norm is that of the whole."""
         if self.implementation is not None:
             return super().clip_gradients(module, max_norm)
-        norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        norm = clip_gradients(module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
