@@ -46,7 +46,7 @@ def observe_training(trial: Trial) -> SimpleNamespace:
 
 @check("fully_shard_gpt")
 def trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of SGD end at the weights of one process with the whole batch, under GPT's names."""
+    """Two steps of SGD end at the weights of one process with the whole batch, under GPT's names."""
     seen = trial.once(observe_training)
     expected = expected_weights(trial, odd_gpt, seen.seed, seen.by_rank, "SGD")
     ends = [result["end"] for result in seen.results]

@@ -156,7 +156,7 @@ def require_end(trial: Trial, make: Any, kind: str, help: str) -> None:
 
 @check("FullySharded")
 def sgd_trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of SGD on the shards, one of two backward passes, end at one process's weights."""
+    """Two steps of SGD on the shards, the first of two backward passes, end at one process's weights."""
     require_end(
         trial,
         odd_gpt,
@@ -167,7 +167,7 @@ def sgd_trains_as_one_process_does(trial: Trial) -> None:
 
 @check("FullySharded")
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of AdamW do too: a tied table, frozen weights, sizes that do not divide."""
+    """Two steps of AdamW do too: a tied table, frozen weights, sizes that do not divide."""
     require_end(trial, odd_gpt, "AdamW", "Frozen weights have no gradient, and shards that do not decay.")
 
 

@@ -73,7 +73,7 @@ def require_kind(trial: Trial, seen: Any, kind: str, when: str, help: str) -> No
 
 @check("ShardedGradients")
 def sgd_trains_as_one_process_does(trial: Trial) -> None:
-    """With the ShardedOptimizer, three steps of SGD end at one process's weights on the whole batch."""
+    """With the ShardedOptimizer, two steps of SGD end at one process's weights on the whole batch."""
     seen = trial.once(observe_training)
     require_kind(trial, seen, "SGD", "once", "What the optimizer steps on is the mean over the ranks, once.")
 
@@ -89,7 +89,7 @@ def two_passes_add_up(trial: Trial) -> None:
 
 @check("ShardedGradients")
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of AdamW end at the weights of one process: a tie, frozen weights, a single number."""
+    """Two steps of AdamW end at the weights of one process: a tie, frozen weights, a single number."""
     seen = trial.once(observe_training)
     require_kind(trial, seen, "AdamW", "once", "zero_grad() must forget the shares' gradients too.")
 

@@ -61,7 +61,7 @@ def require_kind(trial: Trial, kind: str, help: str) -> None:
 
 @check("ShardedOptimizer")
 def sgd_trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of SGD with momentum end, on every rank, at one process's weights on the whole batch."""
+    """Two steps of SGD with momentum end, on every rank, at one process's weights on the whole batch."""
     require_kind(
         trial, "SGD", "Step on the mean of the ranks' gradients, then hand every share to every rank."
     )
@@ -69,7 +69,7 @@ def sgd_trains_as_one_process_does(trial: Trial) -> None:
 
 @check("ShardedOptimizer")
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of AdamW do too: a tied table, frozen weights, odd sizes, a parameter of one number."""
+    """Two steps of AdamW do too: a tied table, frozen weights, odd sizes, a parameter of one number."""
     require_kind(
         trial, "AdamW", "Frozen parameters neither move nor decay. A share may be shorter, or empty."
     )

@@ -16,8 +16,8 @@ from grader.explain import is_close
 from .models import build, weights
 
 Batches = list[tuple[Tensor, Tensor]]
-PASSES = (1, 2, 1)
-"""Backward passes of each step: in the second one, gradients of two passes add up."""
+PASSES = (2, 1)
+"""Backward passes of each step: in the first, gradients add up; in the second, none of them may be left."""
 
 KINDS = ("SGD", "AdamW", "groups", "scheduled", "resumed")
 
@@ -58,7 +58,7 @@ def train(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        if kind == "resumed" and step == 1:
+        if kind == "resumed" and step == 0:
             state = optimizer.state_dict()
             optimizer = make_optimizer(kind, named, make)
             optimizer.load_state_dict(state)
