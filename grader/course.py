@@ -12,7 +12,7 @@ import cloudpickle
 import jupytext
 
 from grader.checks import REGISTRY, Exercise
-from grader.launcher import ROOT
+from grader.launcher import ROOT, CannotGradeError
 from grader.submission import from_cells
 from nanogpt.implementation import Cell, without_magics
 
@@ -51,6 +51,9 @@ class Lesson:
         """The lesson's exercises by name, in order, with their checks.
 
         A long `checks.py` may take parts from files beside it: `from . import checks_of_linears`.
+
+        Raises:
+            CannotGradeError: one of these files is broken.
         """
         module_name = f"checks_of_{self.slug}"
         if module_name not in REGISTRY:
@@ -60,7 +63,11 @@ class Lesson:
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[module_name] = module
-            spec.loader.exec_module(module)
+            try:
+                spec.loader.exec_module(module)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise CannotGradeError(f"the checks of {self.name} can not be loaded: {what}") from error
             cloudpickle.register_pickle_by_value(module)
         return REGISTRY.get(module_name, {})
 

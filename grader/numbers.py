@@ -102,7 +102,7 @@ def compare(
     first = wrong[0]
     index = answers.calls.index(first.call)
     asked = answers.asked(first.call, key if isinstance(answers.given[index], dict) else None)
-    message = f"{asked} is {show(first.given)}; measured: {show(first.true)}"
+    message = f"{asked} is {show(first.given)}; expected: {show(first.true)}"
     if tolerance == 0.0 and (value := whole(first.given)) is not None:
         message += f", so {abs(value - first.true):,} too {'many' if value > first.true else 'few'}"
     total = sum(where(*call) for call in answers.calls)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from grader.__main__ import main
 from grader.cli import grade
-from grader.course import lessons
+from grader.course import Lesson, lessons
 from grader.launcher import ROOT
 from grader.submission import from_cells
 from tests.attempts import CORRECT
@@ -105,6 +106,19 @@ def test_what_can_not_be_graded_is_one_sentence(
     assert result.exit_code == 2
     assert words in result.output
     assert result.output.strip().count("\n") == 0 and "Traceback" not in result.output
+
+
+def test_broken_checks_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "99_broken"
+    folder.mkdir()
+    (folder / "checks.py").write_text("x = (\n")
+    monkeypatch.setattr("grader.cli.lessons", lambda: (Lesson(folder),))
+    monkeypatch.setattr("sys.argv", ["grade", "list"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    sentence = "grade: the checks of 99_broken can not be loaded: SyntaxError: '(' was never closed"
+    assert capsys.readouterr().err.startswith(sentence)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ exercise(
     world_sizes=(2, 1, 4, 3),
     subgroup=True,
     hints=(
-        "What isend returns is not used. Until when may the network still read the tensor that you gave it?",
+        "It waits for every isend, and too late. Until when may the network read the tensor you gave it?",
         "How many tensors can `output` hold at once, and how many may be on their way?",
         "Before output is written again, and before the function returns: wait for the last isend.",
     ),
