@@ -32,15 +32,19 @@ def exercise_lines(report: ExerciseReport) -> list[tuple[str, str]]:
     mark, style = MARKS[report.verdict]
     summary = f"{report.verdict}" + (f" ({report.message})" if report.message else "")
     lines = [(f"{mark} {report.name}: {summary}", f"bold {style}")]
+    failed = [check for check in report.checks if check.verdict not in (Verdict.PASSED, Verdict.SKIPPED)]
     for check in report.checks:
-        lines += _check_lines(check)
+        lines += _check_lines(check, advise=check in failed[:1])
+    if len(failed) > 1:
+        lines.append(("  begin with the first ✗: the others may follow from it", "dim"))
     lines += [(f"  note: {note}", "dim") for note in report.notes]
     if report.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY):
         lines.append((f"  for a hint: grade hint {report.name} (in a terminal)", "dim"))
     return lines
 
 
-def _check_lines(check: CheckReport) -> list[tuple[str, str]]:
+def _check_lines(check: CheckReport, advise: bool) -> list[tuple[str, str]]:
+    """The next step is that of the check: beside a fault that another check has met first it misleads."""
     mark, style = MARKS[check.verdict]
     lines = _wrap(f"  {mark} ", check.sentence, style if check.verdict != Verdict.SKIPPED else "dim")
     if check.verdict in (Verdict.PASSED, Verdict.SKIPPED):
@@ -49,7 +53,7 @@ def _check_lines(check: CheckReport) -> list[tuple[str, str]]:
     lines += _wrap("      ", ": ".join(filter(None, (kind, check.where, check.message))), "")
     if check.cause:
         lines += _wrap("      likely cause: ", check.cause, "bold")
-    if check.help:
+    if check.help and advise:
         lines += _wrap("      next step: ", check.help, "")
     for detail in check.details:
         lines += _wrap("      ", detail, "dim")

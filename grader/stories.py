@@ -269,49 +269,93 @@ def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
 
 
 def _unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
-    """Messages that nobody took, or that nobody sent."""
-    sends = [(r, e) for r, rank in enumerate(ranks) for e in rank.events if e.kind == "send"]
-    receives = Counter((e.peer, r) for r, rank in enumerate(ranks) for e in rank.events if e.kind == "recv")
-    if not sends and not receives:
-        return None
-    for r, event in sends:
-        pair = (r, event.peer)
-        receives[pair] -= 1
-        if receives[pair] < 0:
-            stuck = all(
-                rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
-            )
-            cause = "every rank sends before any of them receives" if stuck else ""
-            return CheckEnded(
-                Verdict.WRONG,
-                f"rank {r} called {_event(event, locate)}, and rank {event.peer} never received it",
-                cause,
-                help="Start the receive before waiting for the send: isend and irecv, then wait for both.",
-            )
-    for (source, r), count in receives.items():
-        if count > 0:
+    """Messages that nobody took, that nobody sent, or that nobody waited for."""
+    sends, receives = _messages(ranks, "send"), _messages(ranks, "recv")
+    for r, rank in enumerate(ranks):
+        lost = _lost(r, rank, ranks, sends, receives, locate)
+        if lost:
+            return lost
+    for (r, peer), events in sends.items():
+        count = len(receives.get((r, peer), []))
+        if len(events) > count:
+            message = f"rank {r} called {_event(events[count], locate)}, and rank {peer} never received it"
+            return CheckEnded(Verdict.WRONG, message, *_why_not_received(peer, ranks, sends, receives))
+    for (source, r), events in receives.items():
+        if len(events) > len(sends.get((source, r), [])):
             return CheckEnded(
                 Verdict.WRONG, f"rank {r} waits for a message from rank {source} that was never sent"
             )
-    return _dropped(ranks, locate)
-
-
-def _dropped(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
-    """A message whose other side was started and never waited for: its rank has returned."""
-    for r, rank in enumerate(ranks):
-        event = rank.events[-1] if rank.events else None
-        if event is None or event.kind not in ("send", "recv") or rank.status != "running":
-            continue
-        if event.peer in range(len(ranks)) and ranks[event.peer].status == "done":
-            call = "isend" if event.kind == "recv" else "irecv"
-            return CheckEnded(
-                Verdict.WRONG,
-                f"rank {r} stood in {_event(event, locate)}, and rank {event.peer} had returned",
-                f"rank {event.peer} did not wait for its {call}: a message whose handle is dropped may never "
-                "travel",
-                help=f"Keep what {call} returns, and call its wait() before the function returns.",
-            )
     return None
+
+
+_Messages = dict[tuple[int, int | None], list[Event]]
+"""Events by (source, destination)."""
+
+
+def _messages(ranks: Sequence[RankReport], kind: str) -> _Messages:
+    found: _Messages = defaultdict(list)
+    for r, rank in enumerate(ranks):
+        for event in rank.events:
+            if event.kind == kind:
+                ends = (r, event.peer) if kind == "send" else (event.peer, r)
+                found[ends].append(event)
+    return found
+
+
+def _why_not_received(
+    peer: int | None, ranks: Sequence[RankReport], sends: _Messages, receives: _Messages
+) -> tuple[str, str]:
+    """The cause, and the next step."""
+    for (source, r), events in receives.items():
+        if r == peer and len(events) > len(sends.get((source, r), [])):
+            cause = f"rank {peer} waits for a message from rank {source}, who sends it none"
+            return cause, "A send and its receive must name each other: who is whose neighbour?"
+    stuck = all(
+        rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
+    )
+    return (
+        "every rank sends before any of them receives" if stuck else "",
+        "Start the receive before waiting for the send: isend and irecv, then wait for both.",
+    )
+
+
+def _lost(
+    r: int,
+    rank: RankReport,
+    ranks: Sequence[RankReport],
+    sends: _Messages,
+    receives: _Messages,
+    locate: Locate,
+) -> CheckEnded | None:
+    """A message that rank r waits for, although its other side was started too: nobody waits for that one."""
+    event = rank.events[-1] if rank.events else None
+    if event is None or event.kind not in ("send", "recv") or rank.status != "running":
+        return None
+    ours, theirs = (sends, receives) if event.kind == "send" else (receives, sends)
+    ends = (r, event.peer) if event.kind == "send" else (event.peer, r)
+    waits_elsewhere = any(
+        pair[end] == r and len(events) > len(there.get(pair, []))
+        for end, here, there in ((0, sends, receives), (1, receives, sends))
+        for pair, events in here.items()
+    )
+    other = theirs.get(ends, [])[len(ours[ends]) - 1 :][:1]
+    if not other or waits_elsewhere:
+        return None
+    met = f"rank {r} stood in {_event(event, locate)}, and rank {event.peer}"
+    if (event.num_elements, event.dtype) != (other[0].num_elements, other[0].dtype):
+        return CheckEnded(
+            Verdict.WRONG,
+            f"{met} called {_event(other[0], locate)}",
+            help="Both sides of a message need tensors of the same size and dtype.",
+        )
+    what = "had returned" if ranks[event.peer].status == "done" else f"had called {_event(other[0], locate)}"
+    call = "isend" if event.kind == "recv" else "irecv"
+    return CheckEnded(
+        Verdict.WRONG,
+        f"{met} {what}",
+        f"rank {event.peer} did not wait for its {call}: a message whose handle is dropped may never travel",
+        help=f"Keep what {call} returns, and call its wait(): for each one, before the function returns.",
+    )
 
 
 def _event(event: Event, locate: Locate) -> str:

@@ -35,6 +35,8 @@ LEAST_CPU = 0.015
 """Seconds of the processor's time that show that somebody computes."""
 WAITING_CPU = 0.02
 """Share of a processor up to which a rank only waits: gloo's thread looks a hundred times a second."""
+THREADS_PATIENCE = 3
+"""How many times as long a rank may only wait whose other threads compute: gloo's may spin for ever."""
 OUTPUT_LIMIT = 64 * 1024
 EVENT_LIMIT = 20_000
 EVENT_BYTES = 64 * 1024
@@ -96,6 +98,18 @@ def supervise(judge: socket.socket, guard: Guard) -> None:
     run.report()
 
 
+@dataclass
+class _Progress:
+    """When something last spent more of the processor than who only waits."""
+
+    last: float
+    cpu: float = 0.0
+
+    def see(self, cpu: float, now: float, num_ranks: int) -> None:
+        if cpu > self.cpu + max(LEAST_CPU, WAITING_CPU * num_ranks * (now - self.last)):
+            self.last, self.cpu = now, cpu
+
+
 class _Run:
     def __init__(self, judge: socket.socket, header: dict[str, Any], directory: Path, guard: Guard) -> None:
         self.judge = judge
@@ -105,7 +119,7 @@ class _Run:
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
         self.ended = ""
-        self.cpu: dict[int, float] = {}
+        self.cpu: dict[int, tuple[float, float]] = {}
         self.began = time.monotonic()
         self.base_rss = psutil.Process().memory_info().rss
 
@@ -142,8 +156,8 @@ class _Run:
     def watch(self) -> None:
         """Listen until every rank has answered, or until something ends the run early."""
         deadline = self.began + self.header["timeout"]
-        last_life, last_cpu, trouble_at = self.began, -1.0, None
-        next_look = next_tree = self.began
+        trouble_at, next_look, next_tree = None, self.began, self.began
+        life, threads = _Progress(self.began), _Progress(self.began)
         while not self.ended:
             progressed = self._listen()
             now = time.monotonic()
@@ -158,17 +172,20 @@ class _Run:
             elif now > deadline:
                 self.ended = "timeout"
             if progressed:
-                last_life = now
+                life.last = now
             if now < next_look:  # every recorded event wakes this process, and looking costs a millisecond
                 continue
-            cpu, runnable = self._measure(tree=now >= next_tree)
+            main_cpu, other_cpu, runnable = self._measure(tree=now >= next_tree)
             next_look = now + TICK_SECONDS
             if now >= next_tree:
                 next_tree = now + TREE_SECONDS
-            waiting = WAITING_CPU * len(self.ranks) * (now - last_life)
-            if runnable or cpu > last_cpu + max(LEAST_CPU, waiting):
-                last_life, last_cpu = now, max(cpu, last_cpu)
-            elif now > last_life + self.header["idle"] and not self.ended:
+            if runnable:
+                life.last = now
+            life.see(main_cpu, now, len(self.ranks))
+            threads.see(other_cpu, now, len(self.ranks))
+            idle = self.header["idle"]
+            patience = idle * THREADS_PATIENCE if now < threads.last + idle else idle
+            if now > life.last + patience and not self.ended:
                 self.ended = "idle"
 
     def _listen(self) -> bool:
@@ -239,13 +256,13 @@ class _Run:
                 if rank.state.status == "running":
                     self._finish(rank, "dead")
 
-    def _measure(self, tree: bool) -> tuple[float, bool]:
-        """CPU seconds of the ranks, and whether one could run; ends the run when a limit is passed.
+    def _measure(self, tree: bool) -> tuple[float, float, bool]:
+        """CPU seconds of main threads and of others, and whether one could run; a limit passed ends the run.
 
         A rank that has answered only waits for its peers. What it still spends is no progress: gloo's thread
         may spin for ever on a message whose handle was dropped.
         """
-        cpu, runnable, rss = 0.0, False, 0
+        runnable, rss = False, 0
         answered = {r.pid for r in self.ranks if r.state.status == "done"}
         processes = (
             _descendants()
@@ -254,21 +271,20 @@ class _Run:
         )
         if len(processes) > self.header["max_processes"]:
             self.ended = "processes"
-            return cpu, True
+            return 0.0, 0.0, True
         for process in processes:
             try:
                 with process.oneshot():
                     if process.pid not in answered:
-                        times = process.cpu_times()
-                        self.cpu[process.pid] = times.user + times.system
+                        self.cpu[process.pid] = _cpu_seconds(process)
                         runnable |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-                    cpu += self.cpu.get(process.pid, 0.0)
                     rss += max(process.memory_info().rss - self.base_rss, 0)
             except psutil.Error:
                 continue
         if rss > self.header["memory_bytes"]:
             self.ended = "memory"
-        return cpu, runnable
+        mains, others = zip(*self.cpu.values(), strict=True) if self.cpu else ((), ())
+        return sum(mains), sum(others), runnable
 
     def stop(self) -> None:
         """Ask every unfinished rank where it stands, then end every process below this one."""
@@ -362,6 +378,15 @@ def _processes(pids: Iterable[int]) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             found.append(psutil.Process(pid))
     return found
+
+
+def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:
+    """Of the main thread and of the others; where the system does not tell, all is the main thread's."""
+    times = process.cpu_times()
+    total = times.user + times.system
+    threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+    main = threads.get(process.pid, total)
+    return main, total - main
 
 
 def _kill(process: psutil.Process) -> None:

@@ -108,6 +108,14 @@ def test_what_can_not_be_graded_is_one_sentence(
     assert result.output.strip().count("\n") == 0 and "Traceback" not in result.output
 
 
+def test_only_the_first_failing_check_gives_advice(file: Path) -> None:
+    file.write_text("def shard_batch(tensor, group):\n    return tensor\n")
+    output = run(file, "--only", "shard_batch", "--ranks", "2").output
+    assert output.count("✗") > 2
+    assert output.count("next step: ") == 1
+    assert "begin with the first ✗" in output
+
+
 def test_broken_checks_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     folder = tmp_path / "99_broken"
     folder.mkdir()

@@ -145,6 +145,35 @@ def test_waiting_is_not_computing_however_many_wait() -> None:
     assert time.monotonic() - began < 15  # ranks that nobody stops waited 20 to 90 seconds here
 
 
+def test_a_ring_whose_sends_are_not_waited_for_is_named() -> None:
+    def drop() -> None:
+        group = dist.group.WORLD
+        rank, n = group.rank(), group.size()
+        dist.isend(torch.ones(1000), group=group, group_dst=(rank + 1) % n)  # nobody keeps the handle
+        dist.recv(torch.empty(1000), group=group, group_src=(rank - 1) % n)
+
+    shared_launcher().warm_up()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)deadlock.*rank \d did not wait for its isend"):
+        run_ranks(drop, ranks=4)
+    assert time.monotonic() - began < 40  # of the 120 seconds that it may take
+
+
+def test_who_receives_from_the_wrong_neighbour_is_named() -> None:
+    def confuse() -> None:
+        group = dist.group.WORLD
+        rank, n = group.rank(), group.size()
+        works = [
+            dist.isend(torch.ones(1000), group=group, group_dst=(rank + 1) % n),
+            dist.irecv(torch.empty(1000), group=group, group_src=(rank + 1) % n),
+        ]
+        for work in works:
+            work.wait()
+
+    with pytest.raises(RuntimeError, match="rank 1 waits for a message from rank 2, who sends it none"):
+        run_ranks(confuse, ranks=4)
+
+
 def test_a_rank_that_loops_is_stopped_and_its_peer_is_not_blamed(tmp_path: Path, launcher: Launcher) -> None:
     loops = twisted("while group.rank() == 1: pass\ndist.barrier(group)")
     report = look(tmp_path, loops, launcher, timeout=2)
