@@ -62,8 +62,9 @@ def pass_on(outgoing: Tensor, group: ProcessGroup) -> Tensor:
 def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, of which rank r returns chunk r: any shape to (ceil(numel/n),).
 
-    The tensor is flattened and cut into n chunks, the last ones padded (or shorter). In each of n - 1
-    steps a rank sends one partial sum to its neighbour, so it sends (n-1)/n of the tensor's bytes.
+    The tensor is flattened and cut into n chunks, the last ones padded with zeros, or shorter: all shards,
+    joined and cut to size, are the flattened sum. In each of n - 1 steps a rank sends one partial sum to its
+    neighbour, so it sends (n-1)/n of the tensor's bytes.
     The input is not changed.
     """
     # answer: about 8 lines
@@ -144,9 +145,10 @@ def relay_microbatches(
 ) -> list[Tensor]:
     """This rank's part of a pipeline: rank r applies its layer to what rank r - 1 made of each input.
 
-    Every rank is given as many inputs, of one shape, which no layer changes; the numbers that count
-    are those of rank 0. An output leaves for the next rank as soon as it is computed. The last rank
-    returns the outputs in order, the others an empty list. When it returns, all messages have left.
+    Every rank is given as many inputs, of one shape, which no layer changes: a layer may return its
+    input, or a view of it. The numbers that count are those of rank 0. An output leaves for the next
+    rank as soon as it is computed. The last rank returns the outputs in order, the others an empty
+    list. When it returns, all messages have left.
     """
     # answer: four lines more than the broken program
     rank, last = group.rank(), group.size() - 1

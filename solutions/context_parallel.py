@@ -65,7 +65,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     out_a, out_b (b, a, s, d) and lse_a, lse_b (b, a, s), as `attention_with_lse` returns them. Returns out
     and lse of both blocks together. A block of which a query saw nothing (lse -inf) changes nothing for it;
-    where both are -inf, out is 0 and lse -inf.
+    where both are -inf, out is 0 and lse -inf. There no gradient is asked for, and it may be NaN: a query of
+    causal attention sees at least itself.
     """
     # answer: about 8 lines
     largest = torch.maximum(lse_a, lse_b).detach()
@@ -196,12 +197,13 @@ class _RingAttention(torch.autograd.Function):
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
     """Causal attention over a sequence that is cut over the ranks: (b, a, s/n, d) to (b, a, s/n, d).
 
-    Rank r holds the r-th s/n tokens of q, k and v. Keys and values travel round the ring of ranks, from each
-    to its neighbour, while the block that is there is computed; blocks of the future are passed on and not
-    computed. In backward they travel again, and their gradients behind them, home to the rank that they
-    belong to. No rank ever holds all keys, nor any tensor as long as the sequence. Source: arXiv:2310.01889.
+    Rank r holds the r-th s/n tokens of q, k and v, which need not be contiguous. Keys and values travel round
+    the ring of ranks, from each to its neighbour, while the block that is there is computed; blocks of the
+    future are passed on and not computed. In backward they travel again, and their gradients behind them,
+    home to the rank that they belong to. No rank ever holds all keys, nor any tensor as long as the sequence.
+    Source: arXiv:2310.01889.
     """
-    # answer: about 2 lines
+    # answer: about 2 lines, and about 95 above: a hop, a block backwards, a Function
     return _RingAttention.apply(q, k, v, group, lambda rank: (rank,))
     # end of answer
 
@@ -257,7 +259,7 @@ def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
     The same messages. At every step every rank has the same work to do, and no chunk of the future is
     computed: (2n + 2) products of one chunk with another at most, where 2n + 1 are needed.
     """
-    # answer: about 2 lines
+    # answer: about 2 lines, where the ring can be told which chunks a rank has
     return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))
     # end of answer
 
@@ -316,10 +318,11 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
 
     Called as before, with the same whole batch on every rank; each takes its tokens out of it, and their
     positions in the sequence. The loss is the mean over all targets that are not -1, the same on every rank.
-    With targets the logits are those of this rank's tokens, (b, s/n, v). After `loss.backward()` every
-    gradient is complete, and the same on every rank; a second backward adds to it as usual. Attention
-    probabilities are not dropped; the other dropouts work, and the ranks, which have different tokens, should
-    be seeded differently for them. Parameter names stay GPT's.
+    With targets the logits are those of this rank's tokens, (b, s/n, v). Without, the loss is None, and the
+    logits are not checked: ours are those of the sequence's last token, (b, 1, v), on every rank. After
+    `loss.backward()` every gradient is complete, and the same on every rank; a second backward adds to it as
+    usual. Attention probabilities are not dropped; the other dropouts work, and the ranks, which have
+    different tokens, should be seeded differently for them. Parameter names stay GPT's.
 
     Raises:
         ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.

@@ -98,8 +98,9 @@ class ShardedOptimizer(Optimizer):
 
     Every rank has the whole model. `.grad` holds the rank's own gradient, which nothing has averaged: `step`
     reduce-scatters the mean, updates this rank's share, and hands the new weights round, 2P elements in
-    all. It is told as other optimizers are: by `param_groups`, which schedulers change. Parameters that
-    are not trained stay as they are. Source: arXiv:1910.02054, section 5.1.
+    all. It is told as other optimizers are: by `param_groups`, which schedulers change. Parameters that are
+    frozen, or that no rank's backward reached (`.grad` is None), stay as they are: they do not decay. Every
+    rank's backward reaches the same parameters. Source: arXiv:1910.02054, section 5.1.
     """
 
     def __init__(
@@ -125,7 +126,11 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step on the mean of all ranks' gradients; all ranks call it and end with the same weights."""
+        """One step on the mean of all ranks' gradients; all ranks call it and end with the same weights.
+
+        A closure is called once, first of all and with gradients enabled: its backward makes the gradients.
+        Returns its loss, this rank's own, or None without a closure.
+        """
         # answer: about 15 lines
         loss = None
         if closure is not None:
@@ -158,7 +163,7 @@ class ShardedOptimizer(Optimizer):
         # end of answer
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank."""
+        """Go on from what `state_dict` gave on this rank, with the learning rate and the like of then."""
         # answer: about 3 lines
         self.inner.load_state_dict(state_dict)
         self.state = self.inner.state
@@ -173,12 +178,11 @@ class ShardedOptimizer(Optimizer):
                 if parameter.requires_grad:
                     yield parameter, share
 
-    def _mean_gradient(self, parameter: nn.Parameter) -> Tensor:
+    def _mean_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Of this rank's share: reduced here, unless ShardedGradients did it during backward."""
-        ready = getattr(parameter, "share_grad", None)
-        if ready is not None:
+        ready, own = getattr(parameter, "share_grad", None), parameter.grad
+        if ready is not None or own is None:
             return ready
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return start_reduce_scatter(own, self.group)()
 
     # end of answer
@@ -325,8 +329,10 @@ class FullySharded(nn.Module):
 
     The constructor takes the weights of the group's rank 0. `parameters()` are this rank's shards, for any
     optimizer. A block is gathered before its forward and before its backward, and freed after each. What
-    lies outside the blocks is gathered for the whole pass. After `loss.backward()` the mean gradients
-    stand in the shards' `.grad`. Source: arXiv:1910.02054, section 5.3; arXiv:2304.11277, section 3.
+    lies outside the blocks is gathered for the whole pass, and nothing is left of it after one under no_grad.
+    After `loss.backward()` the mean gradients stand in the shards' `.grad`. Frozen weights neither move nor
+    decay, so a flat shard must not mix them with trained ones. Source: arXiv:1910.02054, section 5.3;
+    arXiv:2304.11277, section 3.
     """
 
     def __init__(self, module: GPT, group: ProcessGroup) -> None:

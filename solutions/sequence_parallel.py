@@ -329,13 +329,12 @@ def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     Changes and returns a model that is the same on every rank. Called and returning as `tensor_parallelize`:
     with the same whole batch on every rank; the loss is the dense one on every rank; with targets the logits
     are this rank's part of the vocabulary for all tokens, (b, s, rows); without targets they are whole,
-    (b, 1, v), and equal on every rank, so that `generate` works, at any length. After `loss.backward()` every
-    gradient is complete, over two passes as well, and the same on every rank where the parameter is
-    replicated. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
+    (b, 1, v), and equal on every rank, so that `generate` works. A length that does not divide by n may be
+    refused. After `loss.backward()` every gradient is complete, over two passes as well, and the same on
+    every rank where the parameter is replicated. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
 
     Raises:
-        ValueError: n_head does not divide by the number of ranks, and nothing was changed. Later: targets
-            for a sequence whose length does not divide.
+        ValueError: n_head does not divide by the number of ranks, and nothing was changed.
     """
     # answer: about 16 lines, and about 40 lines of small pieces above
     shard_size(model.config.n_head, group, "n_head")

@@ -13,6 +13,7 @@ from grader.checks import Trial
 
 PLAIN, TRANSPOSED, SPACED = "", "transposed", "every other element"
 FILL = 77  # what stands between the elements of a spaced tensor
+LATE = 0.15  # seconds: the others have passed three delays by then
 
 
 @dataclass(frozen=True)
@@ -118,17 +119,18 @@ def call(
 ) -> dict[str, Any]:
     """The probe: every case in turn, each in a stretch of the recording named by its number.
 
-    With `late`, the source of a broadcast comes after everybody else.
+    With `late`, the source of a broadcast, or rank 0 of a ring, comes after everybody else.
     """
     function = getattr(rank.submission, name)
     answers = []
     with rank.record() as recording:
         for i, (value, layout, source) in enumerate(zip(values, layouts, sources, strict=True)):
             tensor, between = lay_out(value, layout)
+            memory = tensor.detach()  # a view of its own, which stays where it is
             arguments = [tensor] if source is None else [tensor, source]
             recording.mark(f"{i}")
-            if late and source == rank.rank:
-                time.sleep(0.1)
+            if late and rank.rank == (source or 0):
+                time.sleep(LATE)
             returned = function(*arguments, rank.group)
             recording.mark("after")
             is_tensor = isinstance(returned, Tensor)
@@ -137,6 +139,7 @@ def call(
                     "returned": returned.clone() if is_tensor else None,
                     "kind": "a tensor" if is_tensor else type(returned).__name__,
                     "tensor": tensor,
+                    "memory": memory,
                     "between": between,
                 }
             )
@@ -177,6 +180,22 @@ def require_tensors(trial: Trial, case: Case, answers: list[dict[str, Any]], key
             help="Make new tensors with new_empty, new_zeros or empty_like: they keep dtype and device.",
             rank=r,
         )
+
+
+def require_in_place(
+    trial: Trial, case: Case, answers: list[dict[str, Any]], expected: Tensor, rtol: float | None = None
+) -> None:
+    """Whoever else looks at the tensor's memory sees what came."""
+    trial.close(
+        f"another view of the tensor's memory ({case}) after the call",
+        [answer["memory"] for answer in answers],
+        expected,
+        alternatives={
+            "what it held before: the tensor was given other memory, as `tensor.data = ...` does": case.values
+        },
+        rtol=rtol,
+        help="In place is in the same memory: tensor.copy_(...).",
+    )
 
 
 def require_untouched(trial: Trial, seen: SimpleNamespace) -> None:

@@ -7,7 +7,17 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .cases import Case, ask, draw, dtypes, layouts, require_between, require_tensors, sizes
+from .cases import (
+    Case,
+    ask,
+    draw,
+    dtypes,
+    layouts,
+    require_between,
+    require_in_place,
+    require_tensors,
+    sizes,
+)
 from .traffic import require_messages_alone, require_neighbours, require_ring_bytes
 
 exercise(
@@ -90,6 +100,7 @@ def require_sums(trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.
             alternatives=slips(case),
             help=help or "A reduce-scatter, then an all-gather of its shards, written into the tensor.",
         )
+        require_in_place(trial, case, answers, case.total)
 
 
 @check("ring_all_reduce")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .cases import Case, ask, draw, dtypes, layouts, require_between, sizes
+from .cases import Case, ask, draw, dtypes, layouts, require_between, require_in_place, sizes
 from .traffic import SMALL, require_messages_alone, sends
 
 exercise(
@@ -61,7 +61,8 @@ def require_the_sources(
         alternatives: dict[str, Tensor | list[Tensor]] = {
             "what it held before: nothing was written into the tensor that was given": case.values,
             **{
-                f"it is the tensor of rank {r}, and the source is rank {case.source}": value
+                f"it is the tensor of rank {r}, and the source is rank {case.source}: rank {r} began with "
+                "its own, or sent on before the source's had arrived": value
                 for r, value in enumerate(case.values)
                 if r != case.source
             },
@@ -75,6 +76,7 @@ def require_the_sources(
             rtol=0.0,
             help=help,
         )
+        require_in_place(trial, case, answers, expected, rtol=0.0)
 
 
 @check("broadcast", world_sizes=FEW)

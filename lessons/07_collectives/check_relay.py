@@ -24,33 +24,41 @@ exercise(
 PAUSE = 0.015  # seconds that a slow layer takes
 
 
-def relay(rank: Any, inputs: list[Tensor], weight: Tensor, pause: float) -> dict[str, Any]:
-    calls = []
+def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) -> dict[str, Any]:
+    """The probe. Without a weight, the layer returns its very input and a view of it, in turn."""
+    calls: list[int] = []
 
     def layer(x: Tensor) -> Tensor:
         recording.mark(f"{len(calls)}")
         calls.append(len(calls))
         time.sleep(pause)
+        if weight is None:
+            return x if len(calls) % 2 else x.view_as(x)
         return torch.tanh(x @ weight)
 
     given = [x.clone() for x in inputs]
     with rank.record() as recording:
         outputs = rank.submission.relay_microbatches(layer, given, rank.group)
         recording.mark("end")
+    outputs = [*outputs] if isinstance(outputs, list | tuple) else outputs
+    tensors = [x for x in outputs if isinstance(x, Tensor)] if isinstance(outputs, list) else []
     return {
-        "outputs": [*outputs] if isinstance(outputs, list | tuple) else outputs,
+        "outputs": outputs,
+        "num_tensors": len({x.data_ptr() for x in tensors}),
         "inputs": given,
         "calls": len(calls),
         "recording": recording,
     }
 
 
-def observe_relay(trial: Trial, slow_receivers: bool, delays: bool = False) -> SimpleNamespace:
+def observe_relay(
+    trial: Trial, slow_receivers: bool, delays: bool = False, identity: bool = False
+) -> SimpleNamespace:
     """All ranks are given inputs of one shape; those of the others are rank 0's business alone."""
     n, num_inputs, h = trial.num_ranks, trial.integer(6, 8), trial.integer(9, 15)
     inputs = [trial.normal(3, h) for _ in range(num_inputs)]
     others = [torch.full((3, h), float("nan")) for _ in range(num_inputs)]
-    weights = [trial.normal(h, h) * 2 / h**0.5 for _ in range(n)]
+    weights = [None if identity else trial.normal(h, h) * 2 / h**0.5 for _ in range(n)]
     pauses = [PAUSE * (r if slow_receivers else n - 1 - r) / max(n - 1, 1) for r in range(n)]
     results = trial.run(
         relay,
@@ -59,7 +67,8 @@ def observe_relay(trial: Trial, slow_receivers: bool, delays: bool = False) -> S
     )
     stages = [inputs]
     for weight in weights:
-        stages.append([torch.tanh(x.double() @ weight.double()) for x in stages[-1]])
+        if weight is not None:
+            stages.append([torch.tanh(x.double() @ weight.double()) for x in stages[-1]])
     expected = [x.float() for x in stages[-1]]
     return SimpleNamespace(inputs=inputs, results=results, expected=expected, recordings=_recordings(results))
 
@@ -74,6 +83,10 @@ def observe_slow_receivers(trial: Trial) -> SimpleNamespace:
 
 def observe_slow_senders(trial: Trial) -> SimpleNamespace:
     return observe_relay(trial, slow_receivers=False, delays=True)
+
+
+def observe_identity(trial: Trial) -> SimpleNamespace:
+    return observe_relay(trial, slow_receivers=True, identity=True)
 
 
 def require_outputs(trial: Trial, seen: SimpleNamespace, help: str) -> None:
@@ -93,18 +106,23 @@ def require_outputs(trial: Trial, seen: SimpleNamespace, help: str) -> None:
         rank=last,
     )
     places = [_place(x, expected) for x in outputs]
-    moved = [(i, place) for i, place in enumerate(places) if place not in (i, None)]
-    cause = ""
-    if moved:
-        i, place = moved[0]
-        later = place > i
-        cause = f"that is the output of micro-batch {place}: " + (
-            "the buffer was written again before its message had left" if later else "an older one"
-        )
+    moved = [i for i, place in enumerate(places) if place not in (i, None)]
+    once = len(outputs) > 1 and seen.results[last]["num_tensors"] == 1
     for i, (output, e) in enumerate(zip(outputs, expected, strict=True)):
         told = f"the output of micro-batch {i} on the last rank"
-        alternatives = {cause: outputs[i]} if moved and moved[0][0] == i else {}
+        alternatives = {_moved(i, places[i], once): outputs[i]} if i in moved[:1] else {}
         trial.close(told, output, e, alternatives=alternatives, help=help, rtol=1e-3)
+
+
+def _moved(i: int, place: int, once: bool) -> str:
+    """Why the output of micro-batch `place` stands at `i`."""
+    if once:
+        why = "the list holds one tensor many times, and that holds what was written last"
+    elif place > i:
+        why = "the buffer was written again before its message had left"
+    else:
+        why = "an older one"
+    return f"that is the output of micro-batch {place}: {why}"
 
 
 def _place(output: Tensor, expected: list[Tensor]) -> int | None:
@@ -129,6 +147,17 @@ def slow_senders_are_waited_for(trial: Trial) -> None:
     """When the earlier ranks and all messages are slower, no rank computes with what has not arrived."""
     require_outputs(
         trial, trial.once(observe_slow_senders), "A tensor given to irecv is not there before its wait()."
+    )
+
+
+@check("relay_microbatches")
+def a_layer_may_return_its_input(trial: Trial) -> None:
+    """Where a layer returns its very input, or a view of it, each micro-batch is still right."""
+    require_outputs(
+        trial,
+        trial.once(observe_identity),
+        "What the layer returns may be the buffer that the next micro-batch is received into: copy it, or "
+        "receive into a new tensor each time.",
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from grader.checks import Trial, check, exercise
 from grader.numbers import Answers, Wrong, explain, require_refusal, show
@@ -37,17 +38,27 @@ def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> d
     rounds = 2 if kind == "all_reduce" else 1
     ring = rounds * (n - 1)
     wire = size / bandwidth
-    once = latency if n > 1 else 0.0
+    if n == 1:
+        return {
+            "one rank sends nothing, and here the bytes count": rounds * wire,
+            "one rank has no step, and here the latency counts": latency,
+            "one rank has no step, and here one counts": latency + wire,
+        }
     floor, steps = math.floor(math.log2(n)), (n - 1).bit_length()
     known = {
-        "latency counts once a step, and here it counts once a call": once
+        "latency counts once a step, and here it counts once a call": latency
         + seconds(kind, size, n, 0.0, bandwidth),
         "latency is missing": seconds(kind, size, n, 0.0, bandwidth),
-        "only latency is there: the bytes are missing": seconds(kind, 0.0, n, latency, bandwidth),
+        "only latency is there: the bytes are missing, or `//` made whole seconds of them": seconds(
+            kind, 0.0, n, latency, bandwidth
+        ),
         "bandwidth is in bytes a second, and here it counts bits": seconds(
             kind, size * 8, n, latency, bandwidth
         ),
         "n steps where n - 1 are enough": rounds * n * (latency + wire / n),
+        "whole-number division: S // n drops what is left over": seconds(
+            kind, size // n * n, n, latency, bandwidth
+        ),
     }
     if kind == "broadcast":
         return known | {
@@ -55,12 +66,13 @@ def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> d
             * (latency + wire),
             "log2 n not rounded: there is no part of a step": math.log2(n) * (latency + wire),
             "a star or a chain, n - 1 steps: a tree takes ceil(log2 n)": (n - 1) * (latency + wire),
+            "S/n in a step: down a tree the whole tensor goes in each step": steps * (latency + wire / n),
             "a ring's (n-1)/n: in a tree the whole tensor goes in each step": (n - 1) * (latency + wire / n),
             "the bytes count once: a tree sends the whole tensor again in each step": steps * latency + wire,
         }
     return known | {
         "whole tensors in every step: a step of a ring sends S/n bytes": ring * (latency + wire),
-        "n/(n-1) instead of (n-1)/n": ring * latency + rounds * n / max(n - 1, 1) * wire,
+        "n/(n-1) instead of (n-1)/n": ring * latency + rounds * n / (n - 1) * wire,
         "S counts once: of the whole, (n-1)/n travels": ring * latency + rounds * wire,
         "one round of n - 1 steps: an all-reduce is two, a reduce-scatter and an all-gather": ring
         / rounds
@@ -114,11 +126,19 @@ def require_times(trial: Trial, answers: Answers, where: Callable[..., bool], he
         first = wrong[0]
         total = sum(where(*call) for call in answers.calls)
         trial.wrong(
-            f"{answers.asked(first.call)} is {show(first.given)} where {show(first.true)} is right. "
+            f"{answers.asked(first.call)} is {_apart(first.given, first.true)} is right. "
             f"Wrong for {len(wrong)} of {total} calls.",
             help=help,
             cause=explain(answers, "", slips, {}, wrong, 1e-9),
         )
+
+
+def _apart(given: Any, true: float) -> str:
+    """Both numbers, with as many digits as it takes to tell them apart."""
+    if isinstance(given, float) and show(given) == show(true):
+        digits = next(d for d in range(7, 18) if f"{given:.{d}g}" != f"{true:.{d}g}")
+        return f"{given:.{digits}g} where {true:.{digits}g}"
+    return f"{show(given)} where {show(true)}"
 
 
 def of(*kinds: str) -> Callable[..., bool]:

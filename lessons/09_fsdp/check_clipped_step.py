@@ -1,5 +1,6 @@
 """Checks of `clipped_step`: the norm of a gradient of which every rank has a part."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,9 +101,12 @@ def step_on_ranks(rank: Any, whole: Tensor, steps: list[tuple[Tensor, Tensor]]) 
 
 
 def in_one_process(
-    whole: Tensor, by_rank: list[list[tuple[Tensor, Tensor]]], max_norm: float, rule: Any
+    whole: Tensor, by_rank: list[list[tuple[Tensor, Tensor]]], max_norm: float, rule: Any, most: float = 1.0
 ) -> Any:
-    """Norms of each step, and shards at the end; `rule(shards' norms, r)` is what shard r is clipped by."""
+    """Norms of each step, and shards at the end; `rule(shards' norms, r)` is what shard r is clipped by.
+
+    `most` is the largest factor that a gradient is multiplied by.
+    """
     n = len(by_rank)
     model = WholeLine(whole)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -116,7 +120,7 @@ def in_one_process(
         norms.append([rule(own, r) for r in range(n)])
         for r, shard in enumerate(shards):
             if shard.numel():
-                shard.mul_(min(1.0, max_norm / norms[-1][r]))
+                shard.mul_(min(most, max_norm / norms[-1][r]))
         optimizer.step()
     end = [model.weight.detach()[r * per_rank :][:per_rank].float() for r in range(n)]
     return SimpleNamespace(end=end, norms=list(torch.tensor(norms).T))
@@ -131,6 +135,9 @@ WRONG = {
     "the shards' norms were added: add their squares, then take the root": lambda own, r: sum(own),
     "the squares were added, and no root was taken": lambda own, r: sum(x**2 for x in own),
     "this is the mean of the shards' norms": lambda own, r: sum(own) / len(own),
+    "the norm was divided by the number of ranks: the squares' sum is that of the mean gradient already": (
+        lambda own, r: whole_norm(own, r) / len(own)
+    ),
     "this is the largest of the shards' norms": lambda own, r: max(own),
     "this is the norm of rank 0's shard": lambda own, r: own[0],
     "the squares were averaged over the ranks: their sum is the square of the norm": lambda own, r: (
@@ -149,6 +156,8 @@ def observe(trial: Trial) -> SimpleNamespace:
     def ends(max_norm: float) -> Any:
         rules = WRONG if trial.num_ranks > 1 else {}
         wrong = {told: in_one_process(whole, by_rank, max_norm, rule) for told, rule in rules.items()}
+        told = "a gradient shorter than max_norm was made longer: the factor has to stop at 1"
+        wrong[told] = in_one_process(whole, by_rank, max_norm, whole_norm, most=math.inf)
         return SimpleNamespace(right=in_one_process(whole, by_rank, max_norm, whole_norm), wrong=wrong)
 
     return SimpleNamespace(results=results, by_max_norm={m: ends(m) for m in MAX_NORMS})

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD
 
 from grader.checks import Trial, check, exercise
+from grader.verdicts import CheckEnded, Verdict
 
 from .models import DEEP, build, bytes_of, deep_gpt, draw, local, odd_gpt, settle
 from .training import PASSES, expected_weights, require_weights, train
@@ -29,6 +30,16 @@ def mesh_of(rank: Any) -> DeviceMesh:
     return DeviceMesh.from_group(rank.group, rank.device.type)
 
 
+def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
+    """Runs a function on the ranks; a crash of units in the wrong order is told as that."""
+    try:
+        return trial.run(function, *args, **kwargs)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "Invariant encountered" in end.message:
+            end.cause = "the model was sharded before its blocks: blocks first, the model last"
+        raise
+
+
 def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
     model = build(odd_gpt, seed).double().to(rank.device)
     sharded = rank.submission.fully_shard_gpt(model, mesh_of(rank))
@@ -40,7 +51,7 @@ def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -
 
 def observe_training(trial: Trial) -> SimpleNamespace:
     seed, by_rank = trial.seed(), draw(trial, sum(PASSES))
-    results = trial.run(train_on_ranks, seed, per_rank=[(batches,) for batches in by_rank])
+    results = run(trial, train_on_ranks, seed, per_rank=[(batches,) for batches in by_rank])
     return SimpleNamespace(results=results, seed=seed, by_rank=by_rank)
 
 
@@ -71,7 +82,7 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
 
 def observe_units(trial: Trial) -> SimpleNamespace:
     batch = (trial.tokens(DEEP.vocab_size, 1, 2), trial.tokens(DEEP.vocab_size, 1, 2))
-    return SimpleNamespace(results=trial.run(measure, trial.seed(), batch), model=build(deep_gpt, 0))
+    return SimpleNamespace(results=run(trial, measure, trial.seed(), batch), model=build(deep_gpt, 0))
 
 
 @check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
@@ -129,7 +140,8 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
         trial.require(
             gathered >= 0.9 * blocks,
             f"backward gathers {gathered:,} bytes, and all blocks are {blocks:,}",
-            help="fully_shard's reshard_after_forward frees a unit after forward: that is its default.",
+            help="By default fully_shard frees every unit after forward but the outermost, which stays "
+            "gathered: call it on the blocks, and then on the model as well.",
             rank=r,
             cause="the weights stay from forward to backward, as in ZeRO-2",
         )

@@ -47,33 +47,47 @@ exercise(
 )
 
 
-def dense_names(make: Any) -> list[str]:
-    return list(build(make, 0).state_dict())
+TWINS = ("transformer.wte.weight", "lm_head.weight")
+"""The names of the tied table."""
 
 
 def full(sharded: Any) -> dict[str, Tensor]:
     """The whole weights by name; a name of the tied table may be missing, if the other one is there."""
     state = {name: tensor.detach().clone() for name, tensor in sharded.full_state_dict().items()}
-    twins = ("transformer.wte.weight", "lm_head.weight")
-    for one, other in (twins, twins[::-1]):
+    for one, other in (TWINS, TWINS[::-1]):
         if one in state:
             state.setdefault(other, state[one])
     return state
 
 
+def plain(params: Any, optimizer_class: Any, **settings: Any) -> Any:
+    return optimizer_class(params, **settings)
+
+
+def evaluate(sharded: Any, *batch: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Logits and loss in evaluation; then back to training."""
+    sharded.eval()
+    with torch.no_grad():
+        outputs = sharded(*batch)
+    sharded.train()
+    return outputs
+
+
 def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
     """Begins with this rank's own weights; rank 0's must win."""
-    untrained = rank.submission.FullySharded(build(odd_gpt, seed).double().to(rank.device), rank.group)
-    result: dict[str, Any] = {"ends": {}, **look(untrained, batches[0])}
-    for make, kinds in ((odd_gpt, ("SGD", "AdamW")), (narrow_gpt, ("SGD",))):
-        for kind in kinds:
-            sharded = rank.submission.FullySharded(build(make, seed).double().to(rank.device), rank.group)
 
-            def plain(params: Any, optimizer_class: Any, **settings: Any) -> Any:
-                return optimizer_class(params, **settings)
+    def wrap(make: Any) -> Any:
+        return rank.submission.FullySharded(build(make, seed).double().to(rank.device), rank.group)
 
-            train(sharded, batches, kind, plain)
-            result["ends"][f"{make.__name__} {kind}"] = full(sharded)
+    result = look(wrap(odd_gpt), batches[0])
+    sharded = wrap(odd_gpt)
+    train(sharded, batches, "SGD", plain)
+    result["trained logits"] = evaluate(sharded, *batches[0])[0].clone()
+    result["ends"] = {"odd_gpt SGD": full(sharded)}
+    for make, kind in ((odd_gpt, "AdamW"), (narrow_gpt, "SGD")):
+        sharded = wrap(make)
+        train(sharded, batches, kind, plain)
+        result["ends"][f"{make.__name__} {kind}"] = full(sharded)
     return result
 
 
@@ -81,11 +95,8 @@ def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
     """What it returns before any step: outputs in evaluation and training, weights, sizes of shards."""
     tokens, targets = batch
     start, shards = full(sharded), [local(p).numel() for p in sharded.parameters()]
-    sharded.eval()
-    with torch.no_grad():
-        logits, loss = sharded(tokens, targets)
-        last, nothing = sharded(tokens)
-    sharded.train()
+    logits, loss = evaluate(sharded, tokens, targets)
+    last, nothing = evaluate(sharded, tokens)
     return {
         "start": start,
         "logits": logits.clone(),
@@ -151,6 +162,15 @@ def require_end(trial: Trial, make: Any, kind: str, help: str) -> None:
     seen = trial.once(observe_training)
     expected = expected_weights(trial, make, seen.seed, seen.by_rank, kind)
     ends = [result["ends"][f"{make.__name__} {kind}"] for result in seen.results]
+    for r, end in enumerate(ends):
+        table, head = (end.get(name) for name in TWINS)
+        trial.require(
+            table is None or head is None or torch.equal(table, head),
+            f"after {len(PASSES)} steps of {kind} {' and '.join(TWINS)} are not the same table",
+            "A tied parameter has two places and one shard: both get it, and one gradient goes back.",
+            rank=r,
+            cause=f"the tied table, which is {' and '.join(TWINS)}, is cut twice",
+        )
     require_weights(trial, ends, expected, kind, help)
 
 
@@ -162,6 +182,26 @@ def sgd_trains_as_one_process_does(trial: Trial) -> None:
         odd_gpt,
         "SGD",
         "After loss.backward() the shards' .grad hold the mean over ranks, added to what was there.",
+    )
+
+
+@check("FullySharded")
+def evaluation_after_training_is_the_dense_models(trial: Trial) -> None:
+    """In evaluation after training, the logits are those of the trained GPT."""
+    seen = trial.once(observe_training)
+    expected = expected_weights(trial, odd_gpt, seen.seed, seen.by_rank, "SGD")
+    model = build(odd_gpt, seen.seed).double()
+    model.load_state_dict(expected.right, strict=False)  # the tied table has one name there
+    with torch.no_grad():
+        trained = [model(*batches[0])[0] for batches in seen.by_rank]
+        before = [seen.starts[0](*batches[0])[0] for batches in seen.by_rank]
+    trial.close(
+        "the logits after training",
+        [result["trained logits"] for result in seen.results],
+        trained,
+        alternatives={"they are those from before training": before},
+        help="A step changes the shards: gather everything anew for each forward, what is outside the blocks "
+        "too.",
     )
 
 

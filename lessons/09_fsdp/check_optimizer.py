@@ -71,7 +71,9 @@ def sgd_trains_as_one_process_does(trial: Trial) -> None:
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
     """Two steps of AdamW do too: a tied table, frozen weights, odd sizes, a parameter of one number."""
     require_kind(
-        trial, "AdamW", "Frozen parameters neither move nor decay. A share may be shorter, or empty."
+        trial,
+        "AdamW",
+        "Frozen parameters neither move nor decay. A share may be shorter, or empty.",
     )
 
 
@@ -100,8 +102,7 @@ def state_dict_resumes(trial: Trial) -> None:
         trial,
         "resumed",
         "state_dict() has the state of this rank's share, and load_state_dict() puts it back: hand both "
-        "on to "
-        "the inner optimizer.",
+        "on to the inner optimizer.",
     )
 
 

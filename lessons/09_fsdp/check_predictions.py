@@ -38,6 +38,7 @@ def draw_cases(trial: Trial) -> list[tuple[int, int, int]]:
         (trial.integer(1, 9) * 10 ** trial.integer(3, 10) + trial.integer(1, 999), n)
         for n in (1, 2, 3, 4, 64, trial.integer(5, 2000))
     ]
+    sizes.append((1009, 64))  # a small prime: whole-number division shows
     return [(num_parameters, n, stage) for num_parameters, n in sizes for stage in range(4)]
 
 
@@ -60,11 +61,17 @@ def close(value: float, expected: float) -> bool:
     return math.isclose(value, expected, rel_tol=1e-6, abs_tol=0.5 if expected == 0 else 1.0)
 
 
+def require_key(trial: Trial, result: dict, key: str, case: tuple[int, int, int], help: str) -> None:
+    trial.require(
+        key in result, f'in stage {case[2]} the dictionary has no "{key}": it has {sorted(result)}', help=help
+    )
+
+
 def require_number(trial: Trial, seen: Any, key: str, right: Any, wrong: dict[str, Any], help: str) -> None:
     """One key of every case is right, or the cause is told: `wrong` has a sentence and its formula."""
-    for (num_parameters, n, stage), result in zip(seen.cases, seen.results, strict=True):
-        where = f"{key} of P = {num_parameters:,}, n = {n}, stage {stage}"
-        trial.require(key in result, f'the dictionary has no "{key}": it has {sorted(result)}', help=help)
+    for case, result in zip(seen.cases, seen.results, strict=True):
+        where = f"{key} of P = {case[0]:,}, n = {case[1]}, stage {case[2]}"
+        require_key(trial, result, key, case, help)
         trial.require(
             isinstance(result[key], int | float) and not isinstance(result[key], bool),
             f"{where}: expected a number, got {result[key]!r}",
@@ -105,6 +112,9 @@ def require_state(trial: Trial, key: str) -> None:
         for b in (2, 4, 8, 12, 16)
         if b != per_parameter
     }
+    wrong["P // n is a whole number, rounded before it is multiplied: divide with /"] = lambda p, n, s: (
+        per_parameter * (p // n if s >= first else p)
+    )
     wrong[f"only one rank's neighbours were counted: a share is 1/n of the {key}"] = lambda p, n, s: (
         per_parameter * p * ((n - 1) / n if s >= first else 1)
     )
@@ -146,7 +156,16 @@ def total_is_the_sum(trial: Trial) -> None:
         seen,
         "total",
         lambda p, n, stage: sum(formula(p, n, stage) for formula in formulas),
-        {"everything is divided by n": lambda p, n, stage: 16 * p / n, "nothing is": lambda p, n, s: 16 * p},
+        {
+            "everything is divided by n": lambda p, n, stage: 16 * p / n,
+            "nothing is": lambda p, n, s: 16 * p,
+            "whole-number division (//) rounds each of the three down: divide with /": lambda p, n, s: sum(
+                b * p // n if s >= first else b * p for b, first in STATES.values()
+            ),
+            "P // n is a whole number, rounded before it is multiplied: divide with /": lambda p, n, s: sum(
+                b * (p // n if s >= first else p) for b, first in STATES.values()
+            ),
+        },
         "Add weights, gradients and optimizer.",
     )
 
@@ -162,7 +181,9 @@ def the_papers_table(trial: Trial) -> None:
     (results,) = trial.run(call, "state_bytes_per_rank", cases)
     published = [gigabytes for row in PUBLISHED.values() for gigabytes in row]
     for (_, n, stage), result, gigabytes in zip(cases, results, published, strict=True):
-        value = result.get("total", 0) / 1e9
+        case = (7_500_000_000, n, stage)
+        require_key(trial, result, "total", case, "Add weights, gradients and optimizer.")
+        value = result["total"] / 1e9
         trial.require(
             math.isclose(value, gigabytes, rel_tol=0.03),
             f"stage {stage} on {n} ranks: the paper says {gigabytes} GB, you say {value:.2f} GB",
@@ -192,6 +213,9 @@ def require_elements(trial: Trial, key: str, help: str) -> None:
         "one pass was left out": lambda p, n, s: max(0, times[s] - 1) * once_round(p, n, s),
         "only the last share was counted: every rank sends n-1 shares of P/n": lambda p, n, s: (
             times[s] * p / n
+        ),
+        "P // n is a whole number, rounded before it is multiplied: divide with /": lambda p, n, s: (
+            times[s] * (p // n) * (n - 1)
         ),
         "stage 3 gathers the weights twice: forward and backward": lambda p, n, s: (
             min(1, times[s]) * once_round(p, n, s)
@@ -235,11 +259,12 @@ def one_rank_sends_nothing(trial: Trial) -> None:
     """A single rank sends nothing, in any stage."""
     cases = [(trial.integer(10, 10**9), 1, stage) for stage in range(4)]
     (results,) = trial.run(call, "communication_elements", cases)
-    for (_, _, stage), result in zip(cases, results, strict=True):
+    for case, result in zip(cases, results, strict=True):
         for key in TIMES:
-            value = result.get(key)
+            require_key(trial, result, key, case, "All three are there; what a stage does not use is 0.")
+            value = result[key]
             trial.require(
                 isinstance(value, int | float) and abs(value) < 0.5,
-                f"{key} of one rank in stage {stage}: expected 0, got {value!r}",
+                f"{key} of one rank in stage {case[2]}: expected 0, got {value!r}",
                 help="(n-1)/n is 0 there.",
             )

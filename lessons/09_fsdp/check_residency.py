@@ -105,7 +105,8 @@ RANKS = (2, 4)
 
 def blocks(seen: Any, num_bytes: float) -> str:
     """Bytes told in blocks, which is how the learner thinks of them."""
-    return f"{num_bytes:,.0f} bytes, {num_bytes / seen.block:.1f} of {seen.num_blocks} blocks"
+    count = num_bytes / seen.block
+    return f"{num_bytes:,.0f} bytes, as much as {count:.1f} blocks (it has {seen.num_blocks})"
 
 
 @check("FullySharded", world_sizes=RANKS, subgroup=False)

@@ -1,6 +1,7 @@
 """Training as the checks do it: the same steps on the ranks and, for what is expected, in one process."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,22 @@ def train(
             optimizer.load_state_dict(state)
 
 
-def whole_batch(make_model: Any, seed: int, by_rank: list[Batches], kind: str, combine: Any) -> dict:
+def mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).mean()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one process makes of all ranks' losses, and of what is there already."""
+
+    combine: Callable[[list[Tensor]], Tensor] = mean
+    first_counts: float = 1.0
+    """How often, in the sum of the first step's backward passes."""
+    forgets: bool = True
+    """Whether zero_grad() does anything."""
+
+
+def whole_batch(make_model: Any, seed: int, by_rank: list[Batches], kind: str, rule: Rule) -> dict:
     """The weights at the end of one process, which combines the gradients of all shares by a rule."""
     model = build(make_model, seed).double()
     turn = 0
@@ -82,48 +98,68 @@ def whole_batch(make_model: Any, seed: int, by_rank: list[Batches], kind: str, c
         def forward(self, *ignored: Any) -> tuple[None, Tensor]:
             nonlocal turn
             losses = [model(*batches[turn])[1] for batches in by_rank]
+            times = rule.first_counts if turn == 0 else 1.0
             turn += 1
-            return None, combine(losses)
+            return None, times * rule.combine(losses)
 
-    train(Combined(), by_rank[0], kind, lambda params, optimizer_class, **k: optimizer_class(params, **k))
+    def make_one(params: Any, optimizer_class: Any, **settings: Any) -> Optimizer:
+        optimizer = optimizer_class(params, **settings)
+        if not rule.forgets:
+            optimizer.zero_grad = lambda: None
+        return optimizer
+
+    train(Combined(), by_rank[0], kind, make_one)
     return weights(model)
 
 
-def mean(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses).mean()
+def rules_of_passes(n: int) -> dict[str, list[Rule]]:
+    """Wrong rules for what an earlier backward has left, by the sentence that tells them."""
+    rules = {
+        "the first backward pass is lost: the second one's gradient replaced its own": Rule(first_counts=0),
+        "the first backward pass counts twice: reduce the new gradient alone, and add its mean": Rule(
+            first_counts=2
+        ),
+        "the last step's gradient is still there: zero_grad() did not forget it": Rule(forgets=False),
+    }
+    if n > 1:
+        told = "the first backward pass's mean was reduced again with the second's, and so divided by n twice"
+        rules[told] = Rule(first_counts=1 / n)
+    return {told: [rule] for told, rule in rules.items()}
 
 
-def other_rules(n: int) -> dict[str, Any]:
-    """Wrong rules by the sentence that tells them; a list has one rule for each rank."""
-    return {
+def rules_of_ranks(n: int) -> dict[str, list[Rule]]:
+    """Wrong rules for the ranks' gradients, one for each rank or one for all."""
+    rules = {
         "it was trained on the sum of the ranks' gradients: divide by the number of ranks": lambda losses: (
             torch.stack(losses).sum()
         ),
         "it was trained on the mean divided by the number of ranks once more": lambda losses: (
             torch.stack(losses).mean() / n
         ),
-        "each rank was trained on its own gradient: nothing was reduced": [
-            lambda losses, r=r: losses[r] for r in range(n)
-        ],
         "every rank was trained on rank 0's gradient": lambda losses: losses[0],
+    }
+    own = [Rule(lambda losses, r=r: losses[r]) for r in range(n)]
+    return {
+        **{told: [Rule(combine)] for told, combine in rules.items()},
+        "each rank was trained on its own gradient: nothing was reduced": own,
     }
 
 
 def expected_weights(trial: Trial, make_model: Any, seed: int, by_rank: list[Batches], kind: str) -> Any:
     """What one process comes to, where it began, and a function for what wrong rules come to."""
-    rules = other_rules(trial.num_ranks) if trial.num_ranks > 1 and kind in ("SGD", "groups") else {}
+    n = trial.num_ranks
+    rules: dict[str, list[Rule]] = {}
+    if kind in ("SGD", "groups"):
+        rules = (rules_of_ranks(n) if n > 1 else {}) | rules_of_passes(n)
 
     def others() -> dict[str, list[dict]]:
         return {
-            told: [
-                whole_batch(make_model, seed, by_rank, kind, one)
-                for one in (rule if isinstance(rule, list) else [rule])
-            ]
-            for told, rule in rules.items()
+            told: [whole_batch(make_model, seed, by_rank, kind, rule) for rule in by_rule]
+            for told, by_rule in rules.items()
         }
 
     return SimpleNamespace(
-        right=whole_batch(make_model, seed, by_rank, kind, mean),
+        right=whole_batch(make_model, seed, by_rank, kind, Rule()),
         others=cache(others),  # only a wrong answer needs them
         start=weights(build(make_model, seed).double()),
     )

@@ -4,7 +4,7 @@ import copy
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grader.aids import BACKWARD, backward, drawn_alike, each_rank, parts, row_order, stand_alone, weights_of
 from grader.checks import Trial, check, exercise
@@ -12,7 +12,10 @@ from nanogpt.model import Block, GPTConfig
 
 from .masks import drop_as_seen, masks_differ, watch
 from .shared import (
+    BIAS_ADDED_OFTEN,
+    BLOCKS,
     SIZES,
+    SUMMED_TWICE,
     alive_before_backward,
     attention_gradients_are_right,
     block_gradients_are_right,
@@ -20,12 +23,15 @@ from .shared import (
     describe,
     fused_of,
     gradients_of,
+    gradients_summed_twice,
     heads_of,
     kept_bytes,
     mark_backward,
     own_token_gradients,
+    run_on_tokens,
     sends_at_most,
     small_config,
+    with_biases_added_often,
 )
 
 exercise(
@@ -94,6 +100,16 @@ def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
     shape = (trial.integer(2, 3), n * trial.integer(2, 4), config["n_embd"])
     x, upstream = trial.normal(*shape), trial.normal(*shape)
     dense = copy.deepcopy(block).double()
+
+    def run_backward(model: nn.Module) -> dict[str, Tensor]:
+        leaf = x.double().requires_grad_()
+        model(leaf).backward(upstream.double())
+        return {"input": leaf.grad}
+
+    causes = [cause for cause, norms in SUMMED_TWICE.items() if norms == BLOCKS]
+    summed_twice = gradients_summed_twice(dense, causes, n, run_backward)
+    with torch.no_grad():
+        biases_added_often = with_biases_added_often(dense, n)(x.double())
     own_tokens = own_token_gradients(dense, n)
     leaf = x.double().requires_grad_()
     y = dense(leaf)
@@ -101,7 +117,8 @@ def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
     return SimpleNamespace(
         name="with bias" if bias else "without bias",
         config=config, weights=weights_of(block), x=x, upstream=upstream, own_tokens=own_tokens,
-        output=y.detach(), x_gradient=leaf.grad, gradients={k: p.grad for k, p in dense.named_parameters()},
+        summed_twice=summed_twice, biases_added_often=biases_added_often, output=y.detach(),
+        x_gradient=leaf.grad, gradients={k: p.grad for k, p in dense.named_parameters()},
     )  # fmt: skip
 
 
@@ -145,7 +162,7 @@ def observe_block(trial: Trial) -> SimpleNamespace:
         )
         for r in range(n)
     ]
-    results = trial.run(block_probe, per_rank=runs)
+    results = run_on_tokens(trial, block_probe, runs)
     for name, cases in (("plain", plain), ("dropping", dropping)):
         for number, case in enumerate(cases):
             case.results = [result[name][number] for result in results]
@@ -160,6 +177,7 @@ def block_output_is_the_dense_one(trial: Trial) -> None:
             f"the output ({seen.name})",
             each_rank(seen, "output"),
             parts(seen.output, 1, trial.num_ranks),
+            alternatives={BIAS_ADDED_OFTEN: parts(seen.biases_added_often, 1, trial.num_ranks)},
             help="Gather before the cut products, reduce-scatter after them. And which s does attention see?",
         )
         for rank, changed in enumerate(each_rank(seen, "changed")):
@@ -174,6 +192,10 @@ def block_input_gradient_is_the_dense_one(trial: Trial) -> None:
             f"the gradient of the input ({seen.name})",
             each_rank(seen, "gradient"),
             parts(seen.x_gradient, 1, trial.num_ranks),
+            alternatives={
+                cause: parts(doubled["input"], 1, trial.num_ranks)
+                for cause, doubled in seen.summed_twice.items()
+            },
             help="A gather's backward must sum: every rank's features pull at every token.",
         )
 

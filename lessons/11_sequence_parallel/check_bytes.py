@@ -91,6 +91,8 @@ def likely(config: GPTConfig, b: int, s: int, n: int, scheme: str, answer: objec
         return "that is the dense block: nothing is divided by the number of ranks"
     if answer * config.n_layer and answer == config.n_layer * right:
         return "that is all blocks: one is asked for"
+    if answer - right == 4 * 4 * (b * s - b * s // n):
+        return "the norms' means and deviations are counted for all tokens: a norm has two for each it sees"
     stream = 4 * b * s * config.n_embd
     for share, size in (("b·s·h", stream), ("b·s·h/n", stream // n)):
         count = (answer - right) / size

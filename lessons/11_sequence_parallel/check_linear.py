@@ -130,7 +130,10 @@ def weight_learns_from_all_tokens(trial: Trial) -> None:
             f"the gradient of the weight ({seen.name})",
             each_rank(seen, "weight"),
             seen.for_weight,
-            alternatives={"only this rank's own tokens: x was not gathered again": own},
+            alternatives={
+                "only this rank's own tokens: x was not gathered again": own,
+                "summed over the ranks, but each rank has rows of its own": sum(seen.for_weight),
+            },
             help="gradient^T @ X, with the X of all tokens: gather x once more.",
         )
         trial.close(
@@ -139,7 +142,17 @@ def weight_learns_from_all_tokens(trial: Trial) -> None:
             [2 * g for g in seen.for_weight],
         )
         if seen.for_bias[0] is not None:
-            trial.close(f"the gradient of the bias ({seen.name})", each_rank(seen, "bias"), seen.for_bias)
+            mine = [parts(u, 1, trial.num_ranks)[r].sum((0, 1)) for r, u in enumerate(seen.upstreams)]
+            trial.close(
+                f"the gradient of the bias ({seen.name})",
+                each_rank(seen, "bias"),
+                seen.for_bias,
+                alternatives={
+                    "only this rank's own tokens: the gradient that comes in is that of all tokens": mine,
+                    "summed over the ranks, but each rank has rows of its own": sum(seen.for_bias),
+                },
+                help="The gradient of y, summed over all s tokens.",
+            )
 
 
 @check("gathered_linear")

@@ -11,6 +11,7 @@ from nanogpt.model import GPT, GPTConfig
 
 from .model_runs import built, dense_model, observe_model
 from .shared import (
+    BIAS_ADDED_OFTEN,
     SIZES,
     attention_gradients_are_right,
     block_gradients_are_right,
@@ -40,9 +41,8 @@ exercise(
         "GPT.forward calls self.embed, the blocks, self.head, self.loss: each may be replaced on the "
         "model. Without "
         "targets it takes the last token of x: whose last token is that now?",
-        "Without targets the length need not divide: pad at the end (attention is causal), and take the "
-        "logits of the "
-        "last real token from the gathered x.",
+        "Without targets a length that does not divide may be refused. Or pad at the end (attention is "
+        "causal), and take the logits of the last real token from the gathered x.",
     ),
 )
 
@@ -80,6 +80,7 @@ def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
             f"the loss ({seen.name})",
             each_rank(seen, "loss"),
             seen.loss,
+            alternatives={BIAS_ADDED_OFTEN: seen.biases_added_often},
             help="Every rank's logits are for all tokens and its part of the vocabulary. Are the tokens "
             "in order, with "
             "their own positions?",
@@ -194,6 +195,10 @@ def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, p
         f"the gradient of the token table ({seen.name})",
         [None if a is None else a[:size] for a, (_, size) in zip(actual, ranges, strict=True)],
         [whole[first : first + size] for first, size in ranges],
+        alternatives={
+            cause: [passes * shared_table(doubled)[first : first + size] for first, size in ranges]
+            for cause, doubled in getattr(seen, "summed_twice", {}).items()
+        },
         help="The table is used twice: by the head, for all tokens, and by the embedding, whose rows on "
         "this rank "
         "were looked up for all tokens, too.",
@@ -210,7 +215,7 @@ def gradients_of_two_passes_add_up(trial: Trial) -> None:
 
 @check("sequence_parallelize")
 def sends_what_tensor_parallel_sends(trial: Trial) -> None:
-    """Forward no more than tensor parallelism; in all at most 1.25 times as much, and the small sums."""
+    """Forward no more than tensor parallelism; backward also what is gathered again, and small sums."""
     n = trial.num_ranks
     for seen in trial.once(observe_model).plain:
         tokens, layers, h = seen.idx.numel(), seen.config["n_layer"], seen.config["n_embd"]
@@ -270,7 +275,7 @@ def sampling_probe(rank, config: dict, weights: dict, idx: Tensor, steps: int) -
 
 @check("sequence_parallelize", world_sizes=(2, 4), subgroup=False)
 def sampling_still_works(trial: Trial) -> None:
-    """`model.generate` gives the dense model's tokens on every rank; odd lengths may be refused."""
+    """`model.generate` gives the dense model's tokens on every rank; uneven lengths may be refused."""
     n = trial.num_ranks
     odd = 30 + trial.choice([1, 5, 7, 11])
     config = small_config(trial, vocab_size=odd, block_size=3 * n)
@@ -329,5 +334,5 @@ def sequence_parallel_training_is_the_dense_one(trial: Trial) -> None:
     results = trial.run(training_probe, config, weights, batches)
     for name in ("SGD", "AdamW"):
         expected = train(dense_model(config, weights), batches, name)
-        what = f"the losses of {len(batches)} steps of {name}"
+        what = f"the list of losses of {len(batches)} steps of {name}"
         trial.close(what, each_rank(SimpleNamespace(results=results), name), expected, rtol=2e-3)

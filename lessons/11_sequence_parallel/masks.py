@@ -72,9 +72,9 @@ def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool,
                     not alike(mask, kept[other], rate),
                     f"ranks {other} and {rank}, which hold different tokens, dropped the same elements after "
                     f"{what} ({seeds})",
-                    help="Each rank's dropout needs a stream of random numbers of its own: a generator "
-                    "whose seed "
-                    "depends on group.rank(), however torch is seeded.",
+                    help="Draw a seed for each dropout, send rank 0's to all ranks, add group.rank(), and "
+                    "seed the dropout's generator with that. (With group.rank() alone every dropout of a "
+                    "rank would draw the same masks.)",
                     cause="one mask for different tokens: share_dropout of lesson 10, or the ranks' "
                     "common seed",
                     rank=rank,

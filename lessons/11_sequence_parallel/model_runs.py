@@ -10,7 +10,18 @@ from grader.checks import Trial
 from nanogpt.model import GPT, GPTConfig
 
 from .masks import watch
-from .shared import describe, gradients_of, local, mark_backward, own_token_gradients, small_config
+from .shared import (
+    SUMMED_TWICE,
+    describe,
+    gradients_of,
+    gradients_summed_twice,
+    local,
+    mark_backward,
+    own_token_gradients,
+    run_on_tokens,
+    small_config,
+    with_biases_added_often,
+)
 
 RATE = 0.4
 WORDS = 12
@@ -67,6 +78,14 @@ def model_case(trial: Trial, name: str, config: dict) -> SimpleNamespace:
     idx, targets = trial.tokens(config["vocab_size"], *shape), trial.tokens(config["vocab_size"], *shape)
     targets[0, : trial.integer(1, 3)] = -1
     dense = dense_model(config, weights)
+
+    def run_backward(model: nn.Module) -> dict[str, Tensor]:
+        model(idx, targets)[1].backward()
+        return {}
+
+    summed_twice = gradients_summed_twice(dense, list(SUMMED_TWICE), n, run_backward)
+    with torch.no_grad():
+        _, biases_added_often = with_biases_added_often(dense, n)(idx, targets)
     own_tokens = own_token_gradients(dense, n)
     logits, loss = dense(idx, targets)
     loss.backward()
@@ -80,7 +99,8 @@ def model_case(trial: Trial, name: str, config: dict) -> SimpleNamespace:
         last, _ = dense(idx)
     return SimpleNamespace(
         name=name, config=config, weights=weights, idx=idx, targets=targets, gradients=gradients,
-        own_tokens=own_tokens, loss=loss.detach(), logits=logits.detach(), last=last,
+        own_tokens=own_tokens, summed_twice=summed_twice, biases_added_often=biases_added_often,
+        loss=loss.detach(), logits=logits.detach(), last=last,
     )  # fmt: skip
 
 
@@ -145,7 +165,7 @@ def observe_model(trial: Trial) -> SimpleNamespace:
         )
         for r in range(n)
     ]
-    results = trial.run(model_probe, per_rank=runs)
+    results = run_on_tokens(trial, model_probe, runs)
     for name, cases in (("plain", plain), ("dropping", dropping)):
         for number, case in enumerate(cases):
             case.results = [result[name][number] for result in results]

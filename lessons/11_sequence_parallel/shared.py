@@ -1,6 +1,8 @@
 """What the checks of this lesson share: drawn weights, parts of a sequence, what a rank holds and sends."""
 
+import copy
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from grader.aids import BACKWARD, each_rank, parts, row_order, told
 from grader.checks import Trial
 from grader.measure import storage_bytes
+from grader.verdicts import CheckEnded, Verdict
 
 SIZES = (2, 1, 4, 3)
 WAITS = 8
@@ -28,6 +31,20 @@ def small_config(trial: Trial, **changes) -> dict:
         "bias": True,
     }
     return config | changes
+
+
+def run_on_tokens(trial: Trial, probe: Callable, runs: list[tuple]) -> list[dict]:
+    """Runs a probe; where a shape inside the attention does not fit, says which one."""
+    try:
+        return trial.run(probe, per_rank=runs)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and ("view size" in end.message or "shape '[" in end.message):
+            end.cause = (
+                "in CausalSelfAttention.forward b and s are read from the input: s is s/n there, and what "
+                "c_attn returns has s tokens"
+            )
+            end.help = "Give the attention a forward that reads b and s after c_attn."
+        raise
 
 
 def describe(module: nn.Module) -> dict:
@@ -142,6 +159,11 @@ def block_gradients_are_right(
         expected = [passes * g for g in ([whole] * n if dim is None else parts(whole, dim, n))]
         own = seen.own_tokens.get(name)
         alternatives: dict = {} if passes == 1 else {"that of one pass": [g / passes for g in expected]}
+        for cause, doubled in getattr(seen, "summed_twice", {}).items():
+            g = passes * doubled[name]
+            alternatives[cause] = [g] * n if dim is None else parts(g, dim, n)
+        if dim is not None:
+            alternatives["summed over the ranks, but this parameter is cut"] = [sum(expected)] * n
         if own is not None:
             alternatives |= {
                 "only what this rank's own tokens gave: nothing was summed": [passes * g for g in own],
@@ -180,12 +202,83 @@ def attention_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: st
             rank=rank,
         )
         orders.append(order)
+    expected = own_rows(gradient, orders)
+    total = sum(expected)
     trial.close(
         f"the gradient of {prefix}attn.c_attn ({seen.name})",
         [fused_of(g, prefix) for g in each_rank(seen, which)],
-        [heads_of(gradient, rank, n)[order] for rank, order in enumerate(orders)],
+        expected,
+        alternatives={
+            cause: own_rows(fused_of(doubled, prefix), orders)
+            for cause, doubled in getattr(seen, "summed_twice", {}).items()
+        }
+        | {
+            "summed over the ranks, but this parameter is cut": [total] * n,
+            "its bias was summed over the ranks, but it is cut": [
+                torch.cat([g[:, :-1], total[:, -1:]], dim=1) for g in expected
+            ],
+        },
         help="Its input are all tokens, gathered; its gradient comes from all of them.",
     )
+
+
+def own_rows(fused: Tensor, orders: list[list[int]]) -> list[Tensor]:
+    """Each rank's rows of c_attn, in the order in which the rank has them."""
+    return [heads_of(fused, rank, len(orders))[order] for rank, order in enumerate(orders)]
+
+
+HEAD = ("ln_f",)
+BLOCKS = ("ln_1", "ln_2")
+BOTH_SUM = (
+    "one sum too many, n times too large there: gather_sequence's backward sums, and so does the "
+    "copy_to_group that begins "
+)
+SUMMED_TWICE = {
+    BOTH_SUM + "lesson 10's lm_head": HEAD,
+    BOTH_SUM + "lesson 10's c_attn and c_fc": BLOCKS,
+    BOTH_SUM + "lesson 10's layers (c_attn, c_fc, lm_head)": HEAD + BLOCKS,
+}
+"""cause: the norms after which the gradient is summed twice"""
+
+
+def gradients_summed_twice(
+    dense: nn.Module, causes: list[str], num_ranks: int, run_backward: Callable[[nn.Module], dict]
+) -> dict[str, dict[str, Tensor]]:
+    """By cause: every parameter's gradient, if that of some norms' outputs is n times too large.
+
+    `run_backward(model)` returns what is to be known besides.
+    """
+
+    def scaled(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        return scale_gradient(output, num_ranks)
+
+    found = {}
+    for cause in causes:
+        model = copy.deepcopy(dense)
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in SUMMED_TWICE[cause]:
+                module.register_forward_hook(scaled)
+        others = run_backward(model)
+        found[cause] = {name: p.grad for name, p in model.named_parameters()} | others
+    return found
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x itself; backward multiplies."""
+    return factor * x - ((factor - 1) * x).detach()
+
+
+def with_biases_added_often(dense: nn.Module, num_ranks: int) -> nn.Module:
+    """A copy in which the biases after a sum over ranks count n times."""
+    model = copy.deepcopy(dense)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("c_proj.bias"):
+                parameter.mul_(num_ranks)
+    return model
+
+
+BIAS_ADDED_OFTEN = "the bias n times: every rank added it before the reduce-scatter"
 
 
 def own_token_gradients(dense: nn.Module, num_ranks: int) -> dict[str, list[Tensor]]:

@@ -106,8 +106,36 @@ def require_pair(trial: Trial, result: dict, name: str) -> None:
     )
 
 
+def of_rows(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Some queries of an output or a log-sum-exp; what has another shape is left as it is."""
+    return x[:, :, rows] if isinstance(x, Tensor) and x.shape[2:3] == rows.shape else x
+
+
+def require_nothing(trial: Trial, name: str) -> None:
+    """Output and log-sum-exp of the queries of one case that see no key."""
+    seen = trial.once(observe_blocks)
+    q, k, v, offset, *_ = seen.cases[name]
+    result = seen.results[name]
+    require_pair(trial, result, name)
+    mask = seen_by(offset, q.size(2), k.size(2))
+    blind = ~mask.any(-1)
+    out, lse = attention(q, k, v, mask)
+    mean = v.double().mean(2, keepdim=True).expand(out.shape)
+    sizes = f"s_q = {q.size(2)}, s_k = {k.size(2)}"
+    told = f"of queries that see nothing ({name}: {sizes}, causal_offset = {offset})"
+    help = "Replace what -inf - -inf makes: 0 for out, -inf for lse."
+    trial.close(
+        f"out {told}",
+        of_rows(result["out"], blind),
+        of_rows(out, blind),
+        {"it is the mean of v: the mask is a finite number, and was to be -inf": of_rows(mean, blind)},
+        help,
+    )
+    trial.close(f"lse {told}", of_rows(result["lse"], blind), of_rows(lse, blind), help=help)
+
+
 def require_block(trial: Trial, name: str, help: str = "") -> None:
-    """Output and log-sum-exp of one case."""
+    """Output and log-sum-exp of the queries of one case that see a key."""
     seen = trial.once(observe_blocks)
     q, k, v, offset, *_ = seen.cases[name]
     result = seen.results[name]
@@ -128,12 +156,13 @@ def require_block(trial: Trial, name: str, help: str = "") -> None:
             q, k, v, torch.ones(s_q, s_k, dtype=torch.bool).triu(shift)
         ),
     }
+    rows = torch.ones(s_q, dtype=torch.bool) if mask is None else mask.any(-1)
     told = f"({name}: s_q = {s_q}, s_k = {s_k}, causal_offset = {offset})"
     trial.close(
         f"out {told}",
-        result["out"],
-        out,
-        {cause: value[0] for cause, value in others.items()},
+        of_rows(result["out"], rows),
+        of_rows(out, rows),
+        {cause: of_rows(value[0], rows) for cause, value in others.items()},
         help or "out is softmax(q k^T / sqrt(d) + mask) v.",
     )
     lses = {cause: value[1] for cause, value in others.items()}
@@ -143,7 +172,13 @@ def require_block(trial: Trial, name: str, help: str = "") -> None:
         ~mask if mask is not None else torch.zeros(s_q, s_k, dtype=torch.bool), -math.inf
     ).amax(-1)
     lses["it is the sum of exponentials, without the logarithm"] = lse.exp()
-    trial.close(f"lse {told}", result["lse"], lse, lses, help or "lse is the logsumexp of the masked scores.")
+    trial.close(
+        f"lse {told}",
+        of_rows(result["lse"], rows),
+        of_rows(lse, rows),
+        {cause: of_rows(value, rows) for cause, value in lses.items()},
+        help or "lse is the logsumexp of the masked scores.",
+    )
 
 
 @check("attention_with_lse")
@@ -163,7 +198,7 @@ def offset_moves_the_mask(trial: Trial) -> None:
 def nothing_seen_is_zero_and_minus_infinity(trial: Trial) -> None:
     """A query that sees no key has out 0 and lse -inf, be it one row or the whole block."""
     for name in ("an offset below 0", "nothing seen"):
-        require_block(trial, name, "Replace what -inf - -inf makes: 0 for out, -inf for lse.")
+        require_nothing(trial, name)
 
 
 @check("attention_with_lse")
@@ -184,14 +219,22 @@ def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
         )
         expected = differentiate(seen.cases[name], result["through_lse"])
         without = differentiate(seen.cases[name], False)
-        for label, found, right, less in zip("qkv", result["gradients"], expected, without, strict=True):
+        gradients = [
+            torch.zeros_like(x) if g is None else g
+            for g, x in zip(result["gradients"], expected, strict=True)
+        ]
+        poisoned = any(g.isnan().any() for g in gradients)
+        for label, found, right, less in zip("qkv", gradients, expected, without, strict=True):
             trial.close(
                 f"the gradient of {label} ({name})",
-                torch.zeros_like(right) if found is None else found,
+                found,
                 right,
                 {"what comes back through lse is missing": less} if result["through_lse"] else {},
                 help="Where a query sees nothing no NaN may come back, and 0 · NaN is NaN. Make the numbers "
-                "finite before the exp and the log (masked_fill), not after them.",
+                "finite before the exp and the log (masked_fill), not after them."
+                if poisoned
+                else "out and lse are both functions of the scores, and both send a gradient back: detach "
+                "nothing but the largest score.",
             )
 
 

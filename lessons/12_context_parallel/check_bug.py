@@ -82,6 +82,10 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
     part = tokens.size(1) // n
     before[:, part - 1 :: part] = tokens[:, ::part]
     before[:, -1] = -1
+    ends, nothing = tokens[:, part - 1 :: part], torch.full_like(tokens[:, :1], -1)
+    previous, following = inside.clone(), inside.clone()
+    previous[:, part - 1 :: part] = torch.cat([nothing, ends[:, :-1]], 1)
+    following[:, part - 1 :: part] = torch.cat([ends[:, 1:], nothing], 1)
     return {
         "no position at the end of a rank's part predicts anything": lost.sum() / kept.sum(),
         "the last position of each part predicts nothing, and is counted": lost.sum() / counted.sum(),
@@ -89,6 +93,14 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
         / (around != -1).sum(),
         "the last position of a part predicts the first of the same part": each_loss(logits, before).sum()
         / (before != -1).sum(),
+        "the last position of a part predicts the last token of the part before": each_loss(
+            logits, previous
+        ).sum()
+        / (previous != -1).sum(),
+        "the last position of a part predicts the last token of the next part": each_loss(
+            logits, following
+        ).sum()
+        / (following != -1).sum(),
         "the ranks' own means are averaged, and they count different numbers": torch.stack(
             [x / c for x, c in by_rank]
         ).mean(),

@@ -196,31 +196,40 @@ def observe(trial: Trial) -> SimpleNamespace:
     return seen
 
 
-def require_loss(trial: Trial, number: int, what: str) -> None:
+def require_loss(trial: Trial, number: int, what: str, help: str) -> None:
     seen = trial.once(observe)
     trial.close(
         what,
         [r["losses"][number] for r in seen.results],
         seen.expected[number][0],
         other_losses(seen, seen.targets[number]),
-        help="Sum the losses of the counted targets over all ranks, and divide by how many all ranks count.",
+        help,
     )
 
 
 @check("context_parallelize")
 def loss_is_that_of_one_process(trial: Trial) -> None:
     """With every target counted, the loss on every rank is that of the dense model on the whole batch."""
-    require_loss(trial, 1, "the loss")
+    require_loss(
+        trial,
+        1,
+        "the loss",
+        "Cut tokens, their positions in the whole sequence, and targets alike; let every attention be the "
+        "ring on the same parts; and give every rank the mean of all.",
+    )
 
 
 @check("context_parallelize")
 def loss_is_the_mean_over_all_counted_tokens(trial: Trial) -> None:
     """Where ranks count different numbers of targets, or one counts none, it is the mean over all counted."""
-    require_loss(trial, 0, "the loss where ranks count different numbers of targets")
-    require_loss(trial, 2, "the loss where all counted targets are on one rank")
+    help = "Sum the losses of the counted targets over all ranks, and divide by how many all ranks count."
+    require_loss(trial, 0, "the loss where ranks count different numbers of targets", help)
+    require_loss(trial, 2, "the loss where all counted targets are on one rank", help)
 
 
-def require_gradients(trial: Trial, key: str, expected: dict[str, Tensor], others: dict[str, dict]) -> None:
+def require_gradients(
+    trial: Trial, key: str, expected: dict[str, Tensor], others: dict[str, dict], help: str
+) -> None:
     seen = trial.once(observe)
     n = trial.num_ranks
     for name, right in expected.items():
@@ -240,8 +249,7 @@ def require_gradients(trial: Trial, key: str, expected: dict[str, Tensor], other
             found,
             right,
             {cause: other[name] for cause, other in others.items()},
-            help="The loss is a mean over all ranks' tokens, so the gradient is the sum of what each rank's "
-            "tokens make.",
+            help,
         )
 
 
@@ -249,7 +257,14 @@ def require_gradients(trial: Trial, key: str, expected: dict[str, Tensor], other
 def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
     """After loss.backward() every parameter has the dense model's gradient, on every rank."""
     seen = trial.once(observe)
-    require_gradients(trial, "first", seen.expected[0][1], {})
+    require_gradients(
+        trial,
+        "first",
+        seen.expected[0][1],
+        {},
+        "The loss is a mean over all ranks' tokens, so the gradient is the sum of what each rank's tokens "
+        "make. An all-reduce knows no backward: let it flow through your own part of the loss alone.",
+    )
 
 
 @check("context_parallelize")
@@ -271,6 +286,8 @@ def a_second_backward_adds_its_gradient(trial: Trial) -> None:
                 name: first[name] + second[name] for name in first
             },
         },
+        "What a backward adds is summed over the ranks, once, and then added to .grad: a parameter's "
+        "register_hook is given that, and not what is in .grad from before.",
     )
 
 

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from grader.checks import Trial, check, exercise
 
 from . import rings
@@ -28,6 +30,11 @@ def observe(trial: Trial) -> SimpleNamespace:
     return rings.observe(trial, rings.PLAIN)
 
 
+def observe_exact(trial: Trial) -> SimpleNamespace:
+    """In float64, alone and between two others."""
+    return rings.observe_in(trial, rings.PLAIN, torch.float64)
+
+
 @check("ring_attention")
 def output_is_that_of_causal_attention(trial: Trial) -> None:
     """Each rank's output is its part of plain causal attention over the whole sequence."""
@@ -48,8 +55,8 @@ def messages_go_to_neighbours(trial: Trial) -> None:
 
 @check("ring_attention")
 def blocks_travel_while_one_is_computed(trial: Trial) -> None:
-    """The first hop is under way when the first block is computed, and the last one is not."""
-    rings.require_travel_while_computing(trial, trial.once(observe))
+    """In forward the first block is computed while the first hop is under way, not after it."""
+    rings.require_travel_while_computing(trial, rings.PLAIN, trial.once(observe))
 
 
 @check("ring_attention", world_sizes=(4, 3), subgroup=False)
@@ -73,4 +80,10 @@ def inputs_stay_as_they_were(trial: Trial) -> None:
 @check("ring_attention", world_sizes=(3,), subgroup=False)
 def it_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
     """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
-    rings.require_dtype(trial, rings.PLAIN)
+    rings.require_dtype(trial, rings.PLAIN, trial.once(observe), trial.once(observe_exact))
+
+
+@check("ring_attention", world_sizes=(3,), subgroup=False)
+def calls_do_not_disturb_each_other(trial: Trial) -> None:
+    """The backward of one of three attentions, as of a model's layers, is that of its own forward."""
+    rings.require_calls_apart(trial, trial.once(observe_exact))

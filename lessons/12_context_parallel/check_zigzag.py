@@ -191,6 +191,11 @@ def observe(trial: Trial) -> SimpleNamespace:
     return rings.observe(trial, rings.ZIGZAG)
 
 
+def observe_exact(trial: Trial) -> SimpleNamespace:
+    """In float64, alone and between two others."""
+    return rings.observe_in(trial, rings.ZIGZAG, torch.float64)
+
+
 @check("zigzag_ring_attention")
 def zigzag_output_is_that_of_causal_attention(trial: Trial) -> None:
     """Each rank's output is plain causal attention at its positions: chunks r and 2n-1-r."""
@@ -211,8 +216,8 @@ def zigzag_messages_go_to_neighbours(trial: Trial) -> None:
 
 @check("zigzag_ring_attention")
 def zigzag_blocks_travel_while_one_is_computed(trial: Trial) -> None:
-    """The first hop is under way when the first block is computed, and the last one is not."""
-    rings.require_travel_while_computing(trial, trial.once(observe))
+    """In forward the first block is computed while the first hop is under way, not after it."""
+    rings.require_travel_while_computing(trial, rings.ZIGZAG, trial.once(observe))
 
 
 @check("zigzag_ring_attention", world_sizes=(4, 3), subgroup=False)
@@ -244,4 +249,10 @@ def zigzag_inputs_stay_as_they_were(trial: Trial) -> None:
 @check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
 def zigzag_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
     """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
-    rings.require_dtype(trial, rings.ZIGZAG)
+    rings.require_dtype(trial, rings.ZIGZAG, trial.once(observe), trial.once(observe_exact))
+
+
+@check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
+def zigzag_calls_do_not_disturb_each_other(trial: Trial) -> None:
+    """The backward of one of three attentions, as of a model's layers, is that of its own forward."""
+    rings.require_calls_apart(trial, trial.once(observe_exact))

@@ -1,13 +1,17 @@
 """How `ring_attention` and `zigzag_ring_attention` are observed and judged: alike, on other parts."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grader.checks import Trial
+from grader.explain import is_close
 
 from .shared import (
     BACKWARD,
@@ -18,8 +22,12 @@ from .shared import (
     neighbours_only,
     nothing_is_long,
     plain_positions,
+    settle,
     zigzag_positions,
 )
+
+PATIENCE = timedelta(seconds=2)
+"""How long rank 0 holds back its messages; a rank that does not wait for them computes its block at once."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,35 @@ PLAIN = Kind("ring_attention", plain_positions, 1)
 ZIGZAG = Kind("zigzag_ring_attention", zigzag_positions, 2)
 
 
+def store() -> dist.Store:
+    """Where the ranks leave each other notes beside the messages that are judged."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def hold_back(rank) -> bool:
+    """On rank 0, before it starts: whether every other rank computes a block without a message from it."""
+    others = range(1, rank.num_ranks)
+    if not others or rank.device.type != "cpu":
+        return True  # NCCL's first message connects the ranks, and waits for all of them
+    store().wait([f"rank {r} begins" for r in others])
+    try:
+        store().wait([f"rank {r} computes" for r in others], PATIENCE)
+    except RuntimeError:  # the time is over
+        return False
+    return True
+
+
 def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
     """One forward and backward of a rank's part. Tensors come as (b, s/n, a, d), and go in as a GPT's do."""
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = [x.detach().clone() for x in (q, k, v, upstream)]
     parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
-    with rank.record(memory=True) as recording, Watch(length) as watch:
+    store().set(f"rank {rank.rank} begins", "yes")
+    others_computed = rank.rank > 0 or hold_back(rank)
+    watch = Watch(length, at_first_product=lambda: store().set(f"rank {rank.rank} computes", "yes"))
+    with rank.record(memory=True) as recording, watch:
         out = getattr(rank.submission, name)(*parts, rank.group)
+        settle()
         forward, long = list(watch.order), watch.long
         recording.mark(BACKWARD)
         watch.long = ""
@@ -61,6 +91,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         "differentiable": fits,
         "unchanged": all(torch.equal(x, y) for x, y in zip(now, before, strict=True)),
         "forward": forward,
+        "others_computed": others_computed,
         "long": [long, watch.long],
         "recording": recording,
     }
@@ -78,7 +109,7 @@ def draw(trial: Trial, kind: Kind, dtype: torch.dtype = torch.float32) -> Simple
 
 
 def observe(trial: Trial, kind: Kind) -> SimpleNamespace:
-    """A run in which every message is late, by another time on each rank."""
+    """A run in which every message is late, by another time on each rank, and rank 0's by much."""
     seen = draw(trial, kind)
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
     seen.results = trial.run(attend, kind.name, seen.length, per_rank=parts, delays=True)
@@ -154,6 +185,34 @@ def require_outputs(trial: Trial, seen: SimpleNamespace) -> None:
     )
 
 
+def gradients_from(seen: SimpleNamespace, weights: Tensor, delta: Tensor) -> list[Tensor]:
+    """Gradients of the whole q, k and v, from attention's weights and what the softmax takes off."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    d_scores = weights * (seen.d_out @ v.transpose(-2, -1) - delta) / math.sqrt(q.size(-1))
+    return [d_scores @ k, d_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ seen.d_out]
+
+
+def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → gradients of the whole q, k and v."""
+    q, k = (x.detach() for x in seen.inputs[:2])
+    root = math.sqrt(q.size(-1))
+    scores = (q @ k.transpose(-2, -1) / root).masked_fill(~causal(seen.length), -math.inf)
+    weights = scores.softmax(-1)
+    delta = (seen.d_out * seen.out.detach()).sum(-1, keepdim=True)
+    d_q, d_k, d_v = gradients_from(seen, weights, delta)
+    wrong = {
+        "δ is not taken off: dX is P ∘ dP alone": gradients_from(seen, weights, torch.zeros_like(delta)),
+        "1/sqrt(d) is left out: it is sqrt(d) times too large": [root * d_q, root * d_k, d_v],
+    }
+    for told, blocks in (("block", seen.where), ("chunk", torch.arange(seen.length).split(seen.chunk))):
+        alone = torch.zeros_like(weights)
+        for w in blocks:
+            alone[..., w] = scores[..., w].softmax(-1).nan_to_num(0.0)
+        cause = f"the weights are each {told}'s own softmax: they need the final lse, of all blocks"
+        wrong[cause] = gradients_from(seen, alone, delta)
+    return wrong
+
+
 def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
     n = trial.num_ranks
     for r, result in enumerate(seen.results):
@@ -163,9 +222,10 @@ def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
             help="Return what your autograd.Function's apply returns.",
             rank=r,
         )
+    formulas = wrong_formulas(seen)
     for i, label in enumerate("qkv"):
         whole = sum(share[i] for share in seen.shares)
-        others: dict[str, list[Tensor]] = {}
+        others = {cause: by_parts(seen, value[i]) for cause, value in formulas.items()}
         if n > 1 and label != "q":
             own = by_parts(seen, torch.zeros_like(whole))
             others["only what this rank's own queries add"] = [
@@ -182,6 +242,9 @@ def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
                     whole[:, :, seen.where[(r + step) % n]] for r in range(n)
                 ]
             others["nothing was added"] = own
+            others["what a rank computes stays there: each sums its terms of all blocks as its own"] = [
+                sum(share[i][:, :, w] for w in seen.where) for share in seen.shares
+            ]
         trial.close(
             f"the gradient of {label}",
             [r["gradients"][i] for r in seen.results],
@@ -216,12 +279,13 @@ def require_ring(trial: Trial, seen: SimpleNamespace) -> None:
             r,
             2 * (n - 1) + 2 * n,
             seen.block,
-            "Keys and values make n - 1 hops again, and their gradients n - 1 or n hops.",
+            "Keys and values make n - 1 hops again, two messages each at most. Their gradients make n hops, "
+            "or n - 1 where the term of a block's own rank waits for them at home.",
         )
 
 
-def require_travel_while_computing(trial: Trial, seen: SimpleNamespace) -> None:
-    """The first hop has started when the first block is computed."""
+def require_travel_while_computing(trial: Trial, kind: Kind, seen: SimpleNamespace) -> None:
+    """The first hop has started when the first block is computed, and is not waited for."""
     for r, result in enumerate(seen.results):
         order = result["forward"]
         if trial.num_ranks > 1 and "message" in order and "product" in order:
@@ -232,13 +296,14 @@ def require_travel_while_computing(trial: Trial, seen: SimpleNamespace) -> None:
                 help="Start to send and to receive, compute the block that is there, then wait.",
                 rank=r,
             )
-            last = len(order) - 1 - order[::-1].index("message")
-            trial.require(
-                trial.num_ranks < 4 or order.index("product") < last,
-                "all messages are started before the first block is computed: the rank collects all keys",
-                help="Hop, compute, wait, and so on: one block at a time.",
-                rank=r,
-            )
+    again = seen if seen.results[0]["others_computed"] else observe(trial, kind)  # was the machine busy?
+    trial.require(
+        again.results[0]["others_computed"],
+        "rank 0 started late, and some other rank did not compute its first block before rank 0 had sent "
+        "something: the hop is waited for before the block is computed",
+        help="Start the hop, compute the block that is there, then wait: one block at a time. The first "
+        "block is your own, and needs nothing from anybody.",
+    )
 
 
 def require_nothing_long(trial: Trial, seen: SimpleNamespace) -> None:
@@ -300,28 +365,44 @@ def require_unchanged(trial: Trial, seen: SimpleNamespace) -> None:
 
 
 def attend_in(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
-    """As `attend`, and no more than values."""
-    parts = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    out = getattr(rank.submission, name)(*parts, rank.group)
+    """As `attend`, and no more than values; then the same again, between two other attentions."""
+    attention_of = getattr(rank.submission, name)
+    parts = [x.transpose(1, 2) for x in (q, k, v)]
+    leaves = [x.clone().requires_grad_() for x in parts]
+    out = attention_of(*leaves, rank.group)
+    found = {"out": out, "gradients": [None] * 3, "between": [None] * 3}
     if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
-        out.backward(upstream.transpose(1, 2).to(out.dtype))
-    return {"out": out, "gradients": [x.grad for x in parts]}
+        d_out = upstream.transpose(1, 2).to(out.dtype)
+        out.backward(d_out)
+        found["gradients"] = [x.grad for x in leaves]
+        leaves = [x.clone().requires_grad_() for x in parts]
+        scaled = [[scale * x for x in leaves] for scale in (2.0, 1.0, 0.5)]
+        outs = [attention_of(*inputs, rank.group) for inputs in scaled]
+        outs[1].backward(d_out)
+        found["between"] = [x.grad for x in leaves]
+    return found
 
 
-def require_dtype(trial: Trial, kind: Kind) -> None:
-    """In float64 the result is right to ten digits, in bfloat16 it is a bfloat16."""
-    for dtype in (torch.float64, torch.bfloat16):
-        seen = draw(trial, kind, dtype)
-        parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
-        results = trial.run(attend_in, kind.name, per_rank=parts)
-        q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
-        out = attention(q, k, v, causal(seen.length))[0]
-        out.backward(seen.upstream.double().transpose(1, 2))
-        found = [("the output", [r["out"] for r in results], out)]
-        for i, (label, x) in enumerate(zip("qkv", (q, k, v), strict=True)):
-            found.append((f"the gradient of {label}", [r["gradients"][i] for r in results], x.grad))
-        told = str(dtype).removeprefix("torch.")
-        for what, actual, expected in found:
+def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
+    """A run of `attend_in`, and what plain attention gives: what, by rank, what it should be."""
+    seen = draw(trial, kind, dtype)
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    seen.results = trial.run(attend_in, kind.name, per_rank=parts)
+    q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
+    out = attention(q, k, v, causal(seen.length))[0]
+    out.backward(seen.upstream.double().transpose(1, 2))
+    seen.found = [("the output", [r["out"] for r in seen.results], by_parts(seen, out))]
+    for i, (label, x) in enumerate(zip("qkv", (q, k, v), strict=True)):
+        gradients = [r["gradients"][i] for r in seen.results]
+        seen.found.append((f"the gradient of {label}", gradients, by_parts(seen, x.grad)))
+    return seen
+
+
+def require_dtype(trial: Trial, kind: Kind, seen: SimpleNamespace, exact: SimpleNamespace) -> None:
+    """In float64 the result has ten digits, in bfloat16 it is a bfloat16, where it is right in float32."""
+    for dtype, rtol in ((torch.float64, 1e-9), (torch.bfloat16, 0.1)):
+        run = exact if dtype == torch.float64 else observe_in(trial, kind, dtype)
+        for what, actual, expected in run.found:
             for r, tensor in enumerate(actual):
                 trial.require(
                     not isinstance(tensor, Tensor) or tensor.dtype == dtype,
@@ -329,10 +410,35 @@ def require_dtype(trial: Trial, kind: Kind) -> None:
                     help="Receive into torch.empty_like(...) of what is sent, and cast back at the end.",
                     rank=r,
                 )
+            if is_right(seen):  # else another check says what is wrong, and it is not the dtype
+                trial.close(
+                    f"{what} in {str(dtype).removeprefix('torch.')}",
+                    actual,
+                    expected,
+                    help="In float32 it is right. A buffer or a cast of another dtype loses digits, or takes "
+                    "the bytes for other numbers.",
+                    rtol=rtol,
+                )
+
+
+def is_right(seen: SimpleNamespace) -> bool:
+    """Whether output and gradients are those of plain attention."""
+    pairs = list(zip([r["out"] for r in seen.results], by_parts(seen, seen.out), strict=True))
+    for i in range(3):
+        whole = by_parts(seen, sum(share[i] for share in seen.shares))
+        pairs += zip([r["gradients"][i] for r in seen.results], whole, strict=True)
+    return all(isinstance(x, Tensor) and is_close(x, right) for x, right in pairs)
+
+
+def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
+    """The middle one of three attentions has the gradients that it has alone."""
+    for i, label in enumerate("qkv"):
+        alone = [r["gradients"][i] for r in exact.results]
+        if all(isinstance(x, Tensor) for x in alone):
             trial.close(
-                f"{what} in {told}",
-                actual,
-                by_parts(seen, expected),
-                help="A buffer of another dtype loses digits, or takes the bytes for other numbers.",
-                rtol=0.1 if dtype == torch.bfloat16 else 1e-9,
+                f"the gradient of {label}, with an attention before and one after it in the same forward,",
+                [r["between"][i] for r in exact.results],
+                alone,
+                help="A model has many layers: each call keeps its own tensors, with ctx.save_for_backward. "
+                "A variable of the module, or of the class, has those of another call.",
             )

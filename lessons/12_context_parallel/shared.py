@@ -1,6 +1,9 @@
 """What the checks of this lesson share: plain attention, who has which positions, messages round a ring."""
 
+import gc
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,10 +56,11 @@ def causal(length: int) -> Tensor:
 class Watch(TorchDispatchMode):
     """On a rank: looks for tensors as long as the sequence, and at what comes first, product or message."""
 
-    def __init__(self, length: int, dims: int = 2) -> None:
+    def __init__(self, length: int, dims: int = 2, at_first_product: Callable | None = None) -> None:
         super().__init__()
         self.length = length
         self.dims = dims
+        self.at_first_product = at_first_product
         self.long = ""
         self.order: list[str] = []
 
@@ -65,11 +69,19 @@ class Watch(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self.order.append("message")
         elif func._opname in PRODUCTS or "attention" in func._opname:
+            if self.at_first_product and "product" not in self.order:
+                self.at_first_product()
             self.order.append("product")
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not self.long and is_long(tensor, self.length, self.dims):
                 self.long = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
         return result
+
+
+def settle() -> None:
+    """Let go of what nobody holds: cycles, and tensors of messages that gloo's threads have just ended."""
+    gc.collect()
+    time.sleep(0.02)
 
 
 def is_long(tensor: Tensor, length: int, dims: int) -> bool:

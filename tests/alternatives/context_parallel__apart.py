@@ -31,14 +31,23 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
 
 
 def start(tensors, group, shift=-1):
-    """Send to one neighbour, receive from the other: what will be there, and what to wait for."""
+    """Send to one neighbour, receive from the other: what will be there, and what to wait for.
+
+    A class that is made in a call is a cycle, and so what it holds lives until Python looks for cycles.
+    """
     r, n = group.rank(), group.size()
     to, source = (r + shift) % n, (r - shift) % n
     sent = [x.contiguous() for x in tensors]
     received = [torch.empty_like(x) for x in sent]
     works = [dist.irecv(x, group=group, group_src=source) for x in received]
     works += [dist.isend(x, group=group, group_dst=to) for x in sent]
-    return received, works, sent
+
+    class Arrival:
+        def wait(self, works=works, blocks=(received, sent)):
+            for work in works:
+                work.wait()
+
+    return received, [Arrival()], sent
 
 
 def swap(tensors, group, shift=-1):
