@@ -17,7 +17,7 @@ import tempfile
 import traceback
 
 # What torch, or the first cell of a notebook, would else import in every rank: done once, here.
-# Matplotlib alone is half a second of processor time, and nanogpt a third of a small check.
+# Matplotlib alone is half a second of processor time, and nanogpt a quarter of a small run.
 import matplotlib.pyplot  # noqa: F401
 import numpy.ctypeslib  # noqa: F401
 import psutil

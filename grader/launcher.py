@@ -268,10 +268,8 @@ class Launcher:
 
 def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[dict[str, Any], list[bytes]]:
     """What stands for the summary and the records of a run whose keeper is gone, or failed."""
-    rank = asdict(RankReport("dead"))
-    return {"ended": ended, "seconds": 0.0, "ranks": [rank] * num_orders, "reason": reason}, [
-        b""
-    ] * num_orders
+    ranks = [asdict(RankReport("dead"))] * num_orders
+    return {"ended": ended, "seconds": 0.0, "ranks": ranks, "reason": reason}, [b""] * num_orders
 
 
 def _preloaded() -> list[tuple[str, int]]:

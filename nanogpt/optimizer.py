@@ -30,6 +30,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     CPU: a relative 1e-4 for two million numbers, which is enough to part the curves of one rank and of many.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
+    if not trained:
+        return torch.tensor(0.0)
     norm = torch.stack([p.grad.detach().float().square().sum() for p in trained]).sum().sqrt()
     nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
     return norm

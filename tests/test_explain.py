@@ -96,6 +96,14 @@ def test_the_message_names_rank_place_and_numbers() -> None:
     )
 
 
+def test_infinite_elements_that_are_right_are_not_the_difference() -> None:
+    right = torch.tensor([-torch.inf, -torch.inf, 1.0, 2.0])
+    message = compare("lse", [torch.tensor([-torch.inf, -torch.inf, 1.4, 3.1])], [right]).message
+    assert "expected 2 at [3], got 3.1" in message
+    assert message.endswith("(50% of the elements are right)")
+    assert cause([torch.full((4,), torch.inf)], [right]) == "it contains infinities"
+
+
 def test_nan_equals_nothing() -> None:
     nan = torch.tensor([float("nan")])
     assert not is_close(nan, nan)

@@ -20,7 +20,7 @@ from nanogpt.data import Tokens
 from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.metrics import MetricsFile, flops_per_token, read_metrics
 from nanogpt.model import GPT, Dropout, GPTConfig
-from nanogpt.optimizer import adamw, learning_rate
+from nanogpt.optimizer import adamw, clip_gradients, learning_rate
 from nanogpt.parallel import Parallel
 from nanogpt.train import main
 
@@ -103,6 +103,10 @@ def test_decay_groups_are_nanogpts() -> None:
     assert {p.dim() for p in kept["params"]} == {1}
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def test_nothing_to_clip_is_a_norm_of_zero() -> None:
+    assert clip_gradients(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=4)).parameters(), 1.0) == 0.0
 
 
 def test_one_step_is_adamw_on_the_clipped_gradient_of_the_batch(tmp_path: Path) -> None:

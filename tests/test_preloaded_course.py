@@ -12,8 +12,8 @@ from tests.attempts import look, twisted
 
 def test_an_edited_course_is_imported_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "ROOT", tmp_path / "course")
+    (tmp_path / "course").mkdir()
     for name in ("grader", "lessons", "solutions"):
-        (tmp_path / "course").mkdir(exist_ok=True)
         (tmp_path / "course" / name).symlink_to(Path(module.__file__).parents[1] / name)
     nanogpt = tmp_path / "course" / "nanogpt"
     nanogpt.mkdir()
