@@ -55,14 +55,15 @@ def config_of(sizes: dict) -> GPTConfig:
 
 
 def drawn(trial: Trial, sizes: dict) -> dict[str, Tensor]:
-    """Weights with which attention, positions and biases all matter."""
+    """Weights with which attention, positions and biases all matter.
+
+    None sharpens the softmax: with c_attn twice as large, fp32 alone comes near the tolerance now and then.
+    """
     weights = {}
     for name, parameter in GPT(config_of(sizes)).named_parameters():
         scale = 1 / math.sqrt(parameter.size(-1)) if parameter.dim() > 1 else 0.5
         gain = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-        weights[name] = gain + (2.0 if "c_attn" in name or "wpe" in name else 1.0) * scale * trial.normal(
-            *parameter.shape
-        )
+        weights[name] = gain + (2.0 if "wpe" in name else 1.0) * scale * trial.normal(*parameter.shape)
     return weights
 
 
