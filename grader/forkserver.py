@@ -30,6 +30,7 @@ import torch.utils.flop_counter
 from grader.frames import send_frame
 from grader.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl, supervise
 from grader.tampering import Guard
+from nanogpt.turns import take_whole_turns
 
 with contextlib.suppress(Exception):  # somebody edits it: who imports it will hear what is wrong
     import nanogpt.data
@@ -43,6 +44,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    take_whole_turns()
     torch.set_num_threads(1)
     guard = Guard()
     supervisors: set[int] = set()

@@ -27,6 +27,7 @@ from nanogpt.data import Tokens, load_tokens
 from nanogpt.implementation import load_implementation, require
 from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.technique import Implementation, Technique, find_technique
+from nanogpt.turns import take_whole_turns
 
 _SAID = "rank 0 has said what is wrong"
 
@@ -128,6 +129,8 @@ def process_group(config: TrainConfig, store: dist.Store | None):
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
+    if device.type == "cpu":
+        take_whole_turns()
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
     yield Place(device=device, rank=rank, num_ranks=num_ranks, barrier=dist.barrier)
     dist.destroy_process_group()  # not after an error: the other ranks may be somewhere else

@@ -22,6 +22,7 @@ from nanogpt.data import load_tokens
 from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.technique import Accumulation
 from nanogpt.tokenizer import load_encoding
+from nanogpt.turns import take_whole_turns
 
 TRAVELS = {
     "all_reduce": 2,
@@ -83,6 +84,7 @@ def _worst(ranks: list[Measured]) -> Measured:
 
 def _rank(rank: int, num_ranks: int, plan: Plan, folder: Path) -> None:
     torch.set_num_threads(1)
+    take_whole_turns()
     store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     place = Place(device=torch.device("cpu"), rank=rank, num_ranks=num_ranks, barrier=dist.barrier)
