@@ -153,7 +153,8 @@ class Launcher:
             "lent": [list(module) for module in code.lent],
             "labels": [label for label, _ in code.cells],
             "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
-            "forbidden": [] if code.trusted else [str(ROOT / "solutions"), str(ROOT / "tests")],
+            "guarded": not code.trusted,
+            "forbidden": [str(ROOT / "solutions"), str(ROOT / "tests")],
             "delay_seed": delay_seed,
         }
         orders = []

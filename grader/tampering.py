@@ -179,9 +179,9 @@ def _hook(forbidden: tuple[str, ...], violations: list[str]) -> Callable[[str, t
             owner, name = arguments[0], arguments[1]
             if name in FUNCTION_PARTS and str(getattr(owner, "__module__", "")).startswith("grader."):
                 refuse(f"it rewrites {owner.__module__}.{owner.__name__}")
-        elif forbidden and event in ("open", "os.link", "os.rename"):
+        elif event in ("open", "os.link", "os.rename"):
             look(arguments[0])
-        elif forbidden and event in PROCESS_EVENTS and _reads(_words(arguments), forbidden):
+        elif event in PROCESS_EVENTS and _reads(_words(arguments), forbidden):
             refuse("it starts a program that reads the course's own solutions")
 
     return hook

@@ -127,7 +127,9 @@ def _work(
     watch_backends(recorder)
     _seed(order["seed"], device)
     members = header["group"]
-    guard.watch(order["forbidden"])
+    guarded = order["guarded"]
+    if guarded:
+        guard.watch(order["forbidden"])
     if world_rank not in members:
         return plain.encode(None)
     verify, before = guard.verify, calls_made()
@@ -139,14 +141,15 @@ def _work(
         with recorder:
             result = plain.encode(probe(rank, *arguments))
         hidden = unseen(before, recorder.calls)
-        if hidden and order["forbidden"]:
+        if hidden and guarded:
             raise RefusedError(
                 f"{hidden} of its calls to torch.distributed went past the recorder: "
                 "they were made in another thread, or with dispatch modes switched off"
             )
         return result
     finally:
-        verify()
+        if guarded:  # looking at everything touches a thousand pages, a quarter of what a small run takes
+            verify()
 
 
 def _call_function(rank: Rank, arguments: bytes) -> Any:
