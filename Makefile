@@ -23,8 +23,8 @@ lab: # Jupyter refuses to run as root, which is who you are on most pods
 grade:
 	@$(ENVIRONMENT) && "$$python" -m grader $(ARGS)
 
-test: # two workers fit two cores; whole notebooks run one at a time
-	@$(ENVIRONMENT) && "$$python" -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+test: # two workers fit two cores; each takes the next test when it has ended one
+	@$(ENVIRONMENT) && "$$python" -m pytest -n $(JOBS) --dist load --maxschedchunk 1 $(ARGS)
 
 lessons:
 	@$(ENVIRONMENT) && "$$python" -m infra.lessons $(LESSON) $(if $(FORCE),--force)

@@ -6,11 +6,24 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from grader.isolation import why_not
 from grader.launcher import ROOT, Launcher, shared_launcher
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first: the last worker to end then ends with something small."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tokens are kept, for all test workers together: making them takes seconds."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tokens"
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from infra.memory_table.ways import WAYS
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("notebooks")
 def test_every_byte_of_ours_is_explained() -> None:
     table = rows(Options(rounds=1), num_ranks=2)
     ours = [row for row in table if row.by == "solutions"]

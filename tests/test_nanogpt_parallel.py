@@ -68,10 +68,10 @@ def test_shares_are_counted_by_asking(package: str) -> None:
     assert Parallel().num_shares(4) == 1
 
 
-def torchrun(*options: str, ranks: int = 2, folder: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(*options: str, ranks: int = 2, cache: Path) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     return subprocess.run(
-        [*start, "-m", "nanogpt.train", *OPTIONS, "--cache", str(folder / "cache"), *options],
+        [*start, "-m", "nanogpt.train", *OPTIONS, "--cache", str(cache), *options],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
@@ -115,12 +115,12 @@ AVERAGE = """for parameter in self.module.parameters():
             parameter.grad /= self.group.size()"""
 
 
-def test_two_ranks_with_a_learners_notebook_learn_what_one_rank_learns(tmp_path: Path) -> None:
-    assert main([*OPTIONS, "--cache", str(tmp_path / "cache"), "--out-dir", str(tmp_path / "one")]) == 0
+def test_two_ranks_with_a_learners_notebook_learn_what_one_rank_learns(tmp_path: Path, cache: Path) -> None:
+    assert main([*OPTIONS, "--cache", str(cache), "--out-dir", str(tmp_path / "one")]) == 0
     path = learners_notebook(tmp_path / "mine.ipynb", AVERAGE)
     done = torchrun(
         "--parallel", "data_parallel", "--implementation", str(path),
-        "--accumulate", "2", "--out-dir", str(tmp_path / "two"), folder=tmp_path,
+        "--accumulate", "2", "--out-dir", str(tmp_path / "two"), cache=cache,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4, atol=0)
@@ -128,9 +128,9 @@ def test_two_ranks_with_a_learners_notebook_learn_what_one_rank_learns(tmp_path:
     assert len(list((tmp_path / "two").glob("checkpoints/step-00000008/rank-*.pt"))) == 2
 
 
-def test_unfinished_exercise_is_one_sentence_from_one_rank(tmp_path: Path) -> None:
+def test_unfinished_exercise_is_one_sentence_from_one_rank(tmp_path: Path, cache: Path) -> None:
     path = learners_notebook(tmp_path / "mine.ipynb", 'raise NotImplementedError("about 3 lines")')
-    done = torchrun("--parallel", "data_parallel", "--implementation", str(path), folder=tmp_path)
+    done = torchrun("--parallel", "data_parallel", "--implementation", str(path), cache=cache)
     said = [line for line in done.stderr.splitlines() if "is not finished" in line]
     assert len(said) == 1
     assert said[0].startswith(

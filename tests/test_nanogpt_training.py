@@ -31,11 +31,6 @@ SMALL: dict[str, Any] = {
 OPTIONS = [item for name, value in SMALL.items() for item in (f"--{name.replace('_', '-')}", str(value))]
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tokens")
-
-
 def trainer(run_dir: Path, parallel: Parallel | None = None, **changes: Any) -> Trainer:
     """A trainer on a small model and 500 made-up tokens of 64."""
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -40,15 +40,15 @@ def test_the_stubs_can_be_defined_without_the_answers(lesson: Lesson) -> None:
 
 @each_lesson
 def test_every_check_of_the_solved_notebook_passed(lesson: Lesson) -> None:
-    for cell in nbformat.read(lesson.solved_notebook, as_version=4).cells:
-        if "check" in cell.metadata:
-            text = "".join(output.get("text", "") for output in cell.outputs)
-            assert "passed" in text.splitlines()[0], text
+    checks = [c for c in nbformat.read(lesson.solved_notebook, as_version=4).cells if "check" in c.metadata]
+    assert [cell.metadata["check"] for cell in checks] == list(lesson.exercises)
+    for cell in checks:
+        text = "".join(output.get("text", "") for output in cell.outputs)
+        assert "passed" in text.splitlines()[0], text
 
 
 @each_lesson
 @pytest.mark.slow
-@pytest.mark.xdist_group("notebooks")  # two at once on two cores would slow each other down
 def test_the_solved_notebook_prints_what_it_stores(lesson: Lesson) -> None:
     """nbval runs it in a fresh kernel and compares the outputs, but for cells tagged nbval-ignore-output."""
     command = [sys.executable, "-m", "pytest", "--nbval", str(lesson.solved_notebook), "-q", "--tb=short"]
@@ -61,7 +61,6 @@ def test_the_solved_notebook_prints_what_it_stores(lesson: Lesson) -> None:
 
 @each_lesson
 @pytest.mark.slow
-@pytest.mark.xdist_group("notebooks")
 def test_the_learners_notebook_runs_before_anything_is_solved(lesson: Lesson) -> None:
     """A cell that needs an unsolved exercise says so; no other fails, and every check is "not attempted".
 

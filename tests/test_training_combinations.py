@@ -18,7 +18,6 @@ TOGETHER = (
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("notebooks")
 def test_all_of_them_follow_the_curve_of_one_rank() -> None:
     found = measure(Plan(TOGETHER, rounds=1), num_ranks=2)
     assert len(found) == 2 * len(TOGETHER) - 1
@@ -35,9 +34,9 @@ def test_all_of_them_follow_the_curve_of_one_rank() -> None:
         (["--parallel", "tensor_parallel", "--n-head", "1"], "n_head=1"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(options: list[str], says: str, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_one_sentence(options: list[str], says: str, cache: Path) -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [*start, "-m", "nanogpt.train", *OPTIONS, "--cache", str(tmp_path / "cache"), *options]
+    command = [*start, "-m", "nanogpt.train", *OPTIONS, "--cache", str(cache), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, done.stderr
