@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import nbformat
+# nbformat takes in jsonschema, which builds forty grammars for a check of addresses that no notebook has: a
+# second or two, ten times all the rest. Where it can not import them it does without that check.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+import nbformat  # noqa: E402
 
 _MAGIC = re.compile(r"\s*(%|!|\?|[\w.]+\?{1,2}\s*$)")
 _ASSIGNED_MAGIC = re.compile(r"\s*[\w.,\s\[\]]+?\s*=\s*(%\w|!\S)")

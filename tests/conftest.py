@@ -12,6 +12,7 @@ import pytest
 
 from grader.isolation import why_not
 from grader.launcher import ROOT, Launcher, shared_launcher
+from nanogpt import implementation  # noqa: F401 (before nbformat, which it imports without what is slow)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
