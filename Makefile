@@ -2,7 +2,7 @@
 # How, and which Python is used: infra/environment.py.
 
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 ENVIRONMENT = python=$$($(PYTHON) infra/environment.py)
 
@@ -11,7 +11,7 @@ ENVIRONMENT = python=$$($(PYTHON) infra/environment.py)
 help:
 	@echo "make lab       open the course in JupyterLab      ARGS='--no-browser' on a remote machine"
 	@echo "make grade     grade your work                    ARGS='PATH' for one notebook or .py file"
-	@echo "make test      prove the course                   ARGS='-k name', JOBS=2"
+	@echo "make test      prove the course                   ARGS='-k name', JOBS=3"
 	@echo "make lessons   build the notebooks                LESSON=08, FORCE=1"
 	@echo "make bench     measure speed                      BENCH=tests/bench/NAME.py"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with"
@@ -23,7 +23,7 @@ lab: # Jupyter refuses to run as root, which is who you are on most pods
 grade:
 	@$(ENVIRONMENT) && "$$python" -m grader $(ARGS)
 
-test: # two workers fit two cores; each takes the next test when it has ended one
+test: # each worker takes the next test when it has ended one; tests wait a good deal, so three fill two cores
 	@$(ENVIRONMENT) && "$$python" -m pytest -n $(JOBS) --dist load --maxschedchunk 1 $(ARGS)
 
 lessons:
