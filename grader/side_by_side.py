@@ -92,6 +92,11 @@ class _Neighbour(Launcher):
         self._turn = turn
         self._options = options
 
+    def _start(self) -> None:
+        """Not any more when the grading was stopped: `close` has come, or is to come, and only once."""
+        self._turn.goes_on()
+        super()._start()
+
     def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         with self._turn.let_go():
             summary, records = super()._exchange(header, orders)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grader.launcher import CannotGradeError, Code, Launcher, Limits
-from grader.side_by_side import side_by_side
+from grader.side_by_side import _Neighbour, _Turn, side_by_side
 
 LIMITS = Limits(timeout=20.0)
 
@@ -94,3 +94,13 @@ def test_a_grading_that_is_stopped_starts_no_more_runs() -> None:
     with pytest.raises(CannotGradeError, match="full"):
         list(side_by_side(work, list(range(20)), 2))
     assert len(began) < 6
+
+
+def test_a_thread_that_comes_late_starts_no_ranks_that_nobody_would_end() -> None:
+    turn = _Turn()
+    launcher = _Neighbour(turn)
+    turn.end()
+    launcher.close()
+    with pytest.raises(CannotGradeError, match="stopped"):
+        launcher.warm_up()
+    assert launcher._server is None
