@@ -4,6 +4,7 @@ A fork copies the page table of everything that was imported, 250 MB in 60,000 e
 ends gives as many back. One large page takes the place of 512.
 """
 
+import contextlib
 import ctypes
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class LargePages:
 
 def _pieces() -> Iterator[int]:
     """Addresses of all whole pieces that nothing but this process's own data lies in."""
-    with open("/proc/self/maps") as maps:
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
             if permissions == "rw-p" and (not name or name[0].startswith("[heap]")):
