@@ -8,7 +8,7 @@ def main() -> None:
     """Entry point. Imports make much and free little: collecting garbage meanwhile takes most of a second."""
     gc.disable()
     from grader.cli import COULD_NOT, grade
-    from grader.launcher import CannotGradeError
+    from grader.ranks.launcher import CannotGradeError
 
     gc.enable()
     try:

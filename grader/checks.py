@@ -1,292 +1,58 @@
-"""What a lesson's `checks.py` is written with: `exercise`, `check` and the `Trial` that a check is given.
+"""All that a lesson's checks import: to declare, to try, to compare, to explain, and to measure on a rank."""
 
-A check is a function whose docstring is the sentence that the learner reads. It runs on the judge's side: it
-draws inputs, has a probe run on ranks, computes what is expected, and compares. The probe is a function of
-the same file that runs on every rank; only it touches the learner's code.
-"""
+from grader.beside.measure import storage_bytes
+from grader.judging.aids import (
+    BACKWARD,
+    backward,
+    drawn_alike,
+    each_rank,
+    parts,
+    row_order,
+    stand_alone,
+    told,
+    weights_of,
+)
+from grader.judging.explain import is_close
+from grader.judging.numbers import (
+    Answers,
+    Wrong,
+    compare_answers,
+    explain_answers,
+    require_refusal,
+    require_whole_numbers,
+    show,
+    whole,
+)
+from grader.judging.trial import Trial, check, exercise
+from grader.judging.verdicts import CheckEnded, Verdict
+from grader.ranks.recording import COLLECTIVES, Event, Recording
 
-import contextlib
-import random
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
-
-import torch
-from torch import Tensor
-
-from grader.explain import ByRank, compare
-from grader.launcher import Code, Launcher, Limits
-from grader.stories import Locate, ending
-from grader.verdicts import CheckEnded, Verdict
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks, and whether world rank 0 stands outside the group."""
-
-    num_ranks: int
-    world_size: int
-
-    def __str__(self) -> str:
-        if self.world_size == 1:
-            return "with 1 rank"
-        if self.world_size > self.num_ranks:
-            return f"with a group of {self.num_ranks} in a world of {self.world_size} (world rank 0 outside)"
-        return f"with {self.num_ranks} ranks"
-
-
-@dataclass
-class Exercise:
-    """One exercise and its checks."""
-
-    name: str
-    world_sizes: tuple[int, ...]
-    subgroup: bool
-    hints: tuple[str, ...]
-    optional: bool
-    distributed: bool
-    uses: tuple[str, ...]
-    checks: list["Check"] = field(default_factory=list)
-
-    def layouts(self) -> list[Layout]:
-        """The layouts to try, in order."""
-        layouts = [Layout(n, n) for n in self.world_sizes]
-        return [*layouts, Layout(2, 3)] if self.subgroup else layouts
-
-
-@dataclass(frozen=True)
-class Check:
-    """A named property of an exercise."""
-
-    name: str
-    exercise: str
-    sentence: str
-    function: Callable[["Trial"], None]
-    layouts: Callable[[Layout], bool]
-
-
-REGISTRY: dict[str, dict[str, Exercise]] = {}
-"""Module name of a `checks.py` → its exercises, in lesson order."""
-
-
-def exercise(
-    name: str,
-    *,
-    world_sizes: Sequence[int] = (2, 1, 4),
-    subgroup: bool = False,
-    hints: Sequence[str] = (),
-    optional: bool = False,
-    distributed: bool = True,
-    uses: Sequence[str] = (),
-) -> None:
-    """Declare an exercise of this lesson.
-
-    Args:
-        name: the learner's class or function; unique in the course.
-        world_sizes: the numbers of ranks to check with, in this order.
-        subgroup: also with two ranks of three, world rank 0 outside the group.
-        hints: from a nudge to nearly the answer.
-        optional: graded only where the submission defines it.
-        distributed: whether its ranks need a process group.
-        uses: other exercises of the same submission that its checks need.
-    """
-    lesson = REGISTRY.setdefault(_lesson_of(sys._getframe(1).f_globals["__name__"]), {})
-    if name in lesson:
-        raise ValueError(f"exercise {name} is declared twice")
-    lesson[name] = Exercise(
-        name, tuple(world_sizes), subgroup, tuple(hints), optional, distributed, tuple(uses)
-    )
-
-
-def check(
-    name: str, *, world_sizes: Sequence[int] | None = None, subgroup: bool = True
-) -> Callable[[Callable[["Trial"], None]], Callable[["Trial"], None]]:
-    """Declare a check of exercise `name`; its docstring's first paragraph is what the learner reads.
-
-    Args:
-        world_sizes: only at these numbers of ranks; None is all of the exercise's.
-        subgroup: also in the layout with world rank 0 outside, if the exercise has that.
-    """
-
-    def register(function: Callable[["Trial"], None]) -> Callable[["Trial"], None]:
-        owner = REGISTRY.get(_lesson_of(function.__module__), {}).get(name)
-        if owner is None:
-            raise ValueError(f"check {function.__name__}: declare exercise({name!r}) before it")
-        if not function.__doc__:
-            raise ValueError(f"check {function.__name__} has no docstring: the learner reads it")
-        sentence = " ".join(function.__doc__.split("\n\n")[0].split())
-
-        def fits(layout: Layout) -> bool:
-            if layout.world_size > layout.num_ranks:
-                return subgroup
-            return world_sizes is None or layout.num_ranks in world_sizes
-
-        owner.checks.append(Check(function.__name__, name, sentence, function, fits))
-        return function
-
-    return register
-
-
-def _lesson_of(module: str) -> str:
-    """The module of the lesson's `checks.py`, for itself and for the files beside it."""
-    return module.partition(".")[0]
-
-
-class Trial:
-    """One exercise in one layout of ranks: draws inputs, runs probes, compares.
-
-    Attributes:
-        num_ranks: size of the group, n.
-        rng: Python random numbers of this trial.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        code: Code,
-        launcher: Launcher,
-        seed: int,
-        locate: Locate,
-        limits: Limits,
-        device: str,
-        distributed: bool,
-    ) -> None:
-        self.num_ranks = layout.num_ranks
-        self.layout = layout
-        self.rng = random.Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._code = code
-        self._launcher = launcher
-        self._locate = locate
-        self._limits = limits
-        self._device = device
-        self._distributed = distributed
-        self._seen: dict[Callable[..., Any], Any] = {}
-        self.where = str(layout) if distributed else ""
-        self.output = ""
-
-    def integer(self, low: int, high: int) -> int:
-        """A random whole number from low to high, both included."""
-        return self.rng.randint(low, high)
-
-    def choice(self, options: Sequence[T]) -> T:
-        """One of the options."""
-        return self.rng.choice(options)
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Random normal numbers."""
-        return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(dtype)
-
-    def tokens(self, vocab_size: int, *shape: int) -> Tensor:
-        """Random tokens."""
-        return torch.randint(vocab_size, shape, generator=self._generator)
-
-    def seed(self) -> int:
-        """A random seed."""
-        return self.rng.getrandbits(31)
-
-    def once(self, observe: Callable[["Trial"], T]) -> T:
-        """The result of `observe(trial)`, run once however many checks ask. Its ending, too, is kept."""
-        if observe not in self._seen:
-            try:
-                self._seen[observe] = observe(self)
-            except CheckEnded as end:
-                self._seen[observe] = CheckEnded(
-                    Verdict.SKIPPED, "the run that this check looks at ended early (see above)"
-                )
-                raise end
-        seen = self._seen[observe]
-        if isinstance(seen, CheckEnded):
-            raise seen
-        return seen
-
-    def run(
-        self,
-        probe: Callable[..., Any],
-        *arguments: Any,
-        per_rank: Sequence[Sequence[Any]] | None = None,
-        delays: bool = False,
-        seeds: Sequence[int] | None = None,
-    ) -> list[Any]:
-        """Run `probe(rank, *arguments, *per_rank[r])` on every rank of the group; results by rank.
-
-        Ranks are seeded differently unless `seeds` (one a rank) says otherwise. With `delays`, every
-        communication waits a little, a different time on each rank. A rank that crashes, hangs, is out of
-        memory or disagrees with its peers ends the check with that verdict.
-        """
-        orders = [[*arguments, *(per_rank[r] if per_rank else ())] for r in range(self.num_ranks)]
-        report = self._launcher.run(
-            probe,
-            self._code,
-            orders,
-            limits=self._limits,
-            world_size=self.layout.world_size,
-            distributed=self._distributed,
-            device=self._device,
-            seeds=seeds or [self.seed() for _ in range(self.num_ranks)],
-            delay_seed=self.seed() if delays else None,
-        )
-        group = list(range(self.layout.world_size - self.num_ranks, self.layout.world_size))
-        self.output = "\n".join(report.ranks[r].output for r in group)
-        trouble = ending(report, self._locate, self._limits, group)
-        if trouble is not None:
-            raise trouble
-        return [report.ranks[r].result for r in group]
-
-    def close(
-        self,
-        what: str,
-        actual: Any,
-        expected: Any,
-        alternatives: Mapping[str, ByRank] | None = None,
-        help: str = "",
-        rtol: float | None = None,
-        factors: Mapping[str, float] | None = None,
-    ) -> None:
-        """Require tensors to be equal up to the order of sums.
-
-        `actual` and `expected` are one tensor or a list by rank; the rest is as for `explain.compare`.
-        """
-        actuals, expecteds = self._by_rank(actual, expected)
-        difference = compare(what, actuals, expecteds, alternatives, rtol, factors)
-        if difference is not None:
-            raise CheckEnded(Verdict.WRONG, difference.message, difference.cause, help)
-
-    def equal(self, what: str, actual: Any, expected: Any, help: str = "") -> None:
-        """Require equality of numbers, strings, or containers of them; of tensors, bit for bit."""
-        by_rank = isinstance(expected, list | tuple) and any(isinstance(item, Tensor) for item in expected)
-        if isinstance(expected, Tensor) or by_rank:
-            self.close(what, actual, expected, help=help, rtol=0.0)
-        elif (type(actual) is bool and type(expected) is not bool) or not _equal(actual, expected):
-            raise CheckEnded(Verdict.WRONG, f"{what}: expected {expected!r}, got {actual!r}", "", help)
-
-    def require(
-        self, condition: bool, message: str, help: str = "", rank: int | None = None, cause: str = ""
-    ) -> None:
-        """Require a condition; the message says what is wrong when it does not hold."""
-        if not condition:
-            self.wrong(message, help, rank, cause)
-
-    def wrong(self, message: str, help: str = "", rank: int | None = None, cause: str = "") -> NoReturn:
-        """End the check: wrong."""
-        raise CheckEnded(Verdict.WRONG, message if rank is None else f"rank {rank}: {message}", cause, help)
-
-    def _by_rank(self, actual: Any, expected: Any) -> tuple[list[Any], list[Tensor]]:
-        many = isinstance(actual, list | tuple)
-        actuals = list(actual) if many else [actual]
-        if isinstance(expected, list | tuple):
-            expecteds = list(expected)
-            if not many:
-                actuals = [actual] * len(expecteds)
-        else:
-            expecteds = [expected] * len(actuals)
-        return actuals, expecteds
-
-
-def _equal(actual: Any, expected: Any) -> bool:
-    with contextlib.suppress(Exception):
-        return bool(actual == expected)
-    return False
+__all__ = [
+    "BACKWARD",
+    "COLLECTIVES",
+    "Answers",
+    "CheckEnded",
+    "Event",
+    "Recording",
+    "Trial",
+    "Verdict",
+    "Wrong",
+    "backward",
+    "check",
+    "compare_answers",
+    "drawn_alike",
+    "each_rank",
+    "exercise",
+    "explain_answers",
+    "is_close",
+    "parts",
+    "require_refusal",
+    "require_whole_numbers",
+    "row_order",
+    "show",
+    "stand_alone",
+    "storage_bytes",
+    "told",
+    "weights_of",
+    "whole",
+]

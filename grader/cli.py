@@ -18,14 +18,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from grader import isolation
-from grader.course import Lesson, find_exercise, lessons
-from grader.judge import Settings, grade_task, tasks
-from grader.launcher import ROOT, CannotGradeError, Limits
+from grader.judging.course import Lesson, find_exercise, lessons
+from grader.judging.judge import Settings, grade_task, tasks
+from grader.judging.side_by_side import sensible_jobs, side_by_side
+from grader.judging.submission import Submission, read_submission
+from grader.judging.verdicts import ExerciseReport, Verdict
+from grader.ranks import isolation
+from grader.ranks.launcher import ROOT, CannotGradeError, Limits
 from grader.report import print_exercise, print_table, summary, write_json
-from grader.side_by_side import sensible_jobs, side_by_side
-from grader.submission import Submission, read_submission
-from grader.verdicts import ExerciseReport, Verdict
 
 PASSED, FAILED, COULD_NOT = 0, 1, 2
 

@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from grader.by_value import by_value
-from grader.launcher import ROOT, Code, Limits, shared_launcher
-from grader.loading import LENT
+from grader.beside.loading import LENT
+from grader.ranks.by_value import by_value
+from grader.ranks.launcher import ROOT, Code, Limits, shared_launcher
 
 if TYPE_CHECKING:
-    from grader.checks import Exercise
-    from grader.course import Lesson
-    from grader.verdicts import ExerciseReport
+    from grader.judging.course import Lesson
+    from grader.judging.trial import Exercise
+    from grader.judging.verdicts import ExerciseReport
 
 
 def check(definition: Any, device: str = "cpu") -> None:
@@ -33,7 +33,7 @@ def check(definition: Any, device: str = "cpu") -> None:
 
     What can not be checked, such as a name that is no exercise, is told in a sentence.
     """
-    from grader.course import find_exercise, lessons
+    from grader.judging.course import find_exercise, lessons
     from grader.report import exercise_lines
 
     name = definition if isinstance(definition, str) else getattr(definition, "__name__", str(definition))
@@ -52,8 +52,8 @@ def _report(
     name: str, definition: Any, device: str, lesson: "Lesson", exercise: "Exercise"
 ) -> "ExerciseReport":
     """Grade a definition. A broken program that a lesson gives is run too: its failure is where to start."""
-    from grader.judge import Settings, grade_exercise
-    from grader.verdicts import ExerciseReport, Verdict
+    from grader.judging.judge import Settings, grade_exercise
+    from grader.judging.verdicts import ExerciseReport, Verdict
 
     given = lesson.given.get(name)
     untouched = _is_untouched(definition, given)
@@ -84,7 +84,7 @@ def run_ranks(
     Raises:
         RuntimeError: a rank raised, the ranks hung, or ran out of memory; the message says where each stood.
     """
-    from grader.stories import ending
+    from grader.judging.stories import ending
 
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: at least one is needed")
@@ -108,7 +108,7 @@ def _others(definition: Any, uses: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _is_untouched(definition: Any, given: Any) -> bool:
-    from grader.submission import is_untouched
+    from grader.judging.submission import is_untouched
 
     with suppress(OSError, TypeError, SyntaxError, StopIteration):
         return is_untouched(_tree(definition), given)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from grader.verdicts import CheckReport, ExerciseReport, Verdict
+from grader.judging.verdicts import CheckReport, ExerciseReport, Verdict
 
 MARKS = {
     Verdict.PASSED: ("✓", "green"),

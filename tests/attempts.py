@@ -3,11 +3,11 @@
 import textwrap
 from pathlib import Path
 
-from grader.course import find_exercise
-from grader.judge import Settings, grade_exercise
-from grader.launcher import Launcher, Limits
-from grader.submission import read_submission
-from grader.verdicts import CheckReport, ExerciseReport
+from grader.judging.course import find_exercise
+from grader.judging.judge import Settings, grade_exercise
+from grader.judging.submission import read_submission
+from grader.judging.verdicts import CheckReport, ExerciseReport
+from grader.ranks.launcher import Launcher, Limits
 
 LESSON, EXERCISE = find_exercise("copy_to_group")  # type: ignore[misc]
 FORWARD = "output_is_the_input"

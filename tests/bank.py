@@ -3,12 +3,12 @@
 import tomllib
 from dataclasses import dataclass
 
-from grader.checks import Exercise
-from grader.course import Lesson, lessons
-from grader.judge import Settings, grade_exercise
-from grader.launcher import ROOT, shared_launcher
-from grader.submission import Submission, from_cells
-from grader.verdicts import ExerciseReport
+from grader.judging.course import Lesson, lessons
+from grader.judging.judge import Settings, grade_exercise
+from grader.judging.submission import Submission, from_cells
+from grader.judging.trial import Exercise
+from grader.judging.verdicts import ExerciseReport
+from grader.ranks.launcher import ROOT, shared_launcher
 from nanogpt.implementation import Cell
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from grader.isolation import why_not
-from grader.launcher import ROOT, Launcher, shared_launcher
+from grader.ranks.isolation import why_not
+from grader.ranks.launcher import ROOT, Launcher, shared_launcher
 from nanogpt import implementation  # noqa: F401 (before nbformat, which it imports without what is slow)
 
 

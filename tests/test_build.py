@@ -126,7 +126,8 @@ def course(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     (tmp_path / "solutions").mkdir()
     (folder / "lesson.md").write_text(TEXT)
-    (folder / "checks.py").write_text("")
+    (folder / "checks").mkdir()
+    (folder / "checks" / "__init__.py").write_text("")
     (tmp_path / "solutions" / "adding_up.py").write_text(SOLUTION)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "README.md").write_text(
@@ -319,7 +320,7 @@ def test_only_a_changed_lesson_is_executed_again(course: Path, lesson: Lesson, c
     with lesson.checks_path.open("a") as file:
         file.write("# changed\n")
     build_everything(course)
-    assert "executing the solved notebook (checks.py changed since" in capsys.readouterr().out
+    assert "executing the solved notebook (checks/__init__.py changed since" in capsys.readouterr().out
 
 
 @pytest.mark.slow

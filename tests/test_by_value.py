@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grader.by_value import by_value
+from grader.ranks.by_value import by_value
 
 ONCE_DIFFERENTIABLE = """
 import torch

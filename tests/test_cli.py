@@ -8,9 +8,9 @@ from click.testing import CliRunner, Result
 
 from grader.__main__ import main
 from grader.cli import grade
-from grader.course import Lesson, lessons
-from grader.launcher import ROOT
-from grader.submission import from_cells
+from grader.judging.course import Lesson, lessons
+from grader.judging.submission import from_cells
+from grader.ranks.launcher import ROOT
 from tests.attempts import CORRECT
 
 QUICK = ["--only", "copy_to_group", "--ranks", "1"]
@@ -76,7 +76,7 @@ def test_a_place_is_the_learners_own_wherever_the_course_lies(tmp_path: Path) ->
     """A submission's folder may hold the course, or the environment that it runs in."""
     import torch.distributed.distributed_c10d as installed
 
-    for file, text in ((installed.__file__, ""), (str(ROOT / "grader" / "worker.py"), "")):
+    for file, text in ((installed.__file__, ""), (str(ROOT / "grader" / "beside" / "worker.py"), "")):
         above = from_cells(Path("/mine.py"), ())
         assert above.locate(file, 1) == text
     helper = str(tmp_path / "helper.py")
@@ -119,7 +119,8 @@ def test_only_the_first_failing_check_gives_advice(file: Path) -> None:
 def test_broken_checks_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     folder = tmp_path / "99_broken"
     folder.mkdir()
-    (folder / "checks.py").write_text("x = (\n")
+    (folder / "checks").mkdir()
+    (folder / "checks" / "__init__.py").write_text("x = (\n")
     monkeypatch.setattr("grader.cli.lessons", lambda: (Lesson(folder),))
     monkeypatch.setattr("sys.argv", ["grade", "list"])
     with pytest.raises(SystemExit) as end:

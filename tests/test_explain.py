@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grader.explain import compare, is_close
+from grader.judging.explain import compare, is_close
 
 torch.manual_seed(0)
 E4 = [torch.randn(4, 6) for _ in range(4)]

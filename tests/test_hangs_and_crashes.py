@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from grader import run_ranks
-from grader.launcher import CannotGradeError, Code, Launcher, Limits, shared_launcher
-from grader.stories import ending
-from grader.verdicts import Verdict
+from grader.judging.stories import ending
+from grader.judging.verdicts import Verdict
+from grader.ranks.launcher import CannotGradeError, Code, Launcher, Limits, shared_launcher
 from tests.attempts import FORWARD, grade, look, twisted
 
 CRASHES = {
@@ -310,6 +310,6 @@ def test_a_group_has_a_time_limit_of_its_own(launcher: Launcher) -> None:
 
 
 def test_isolation_that_is_not_to_be_had_is_no_grade(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grader.launcher.why_not", lambda: "not here")
+    monkeypatch.setattr("grader.ranks.launcher.why_not", lambda: "not here")
     with pytest.raises(CannotGradeError, match="isolation is not available: not here"):
         Launcher(isolate=True).warm_up()

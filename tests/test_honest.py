@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from grader.cli import _work
-from grader.judge import Settings, grade_submission
-from grader.launcher import Launcher, Limits
-from grader.verdicts import ExerciseReport, Verdict
+from grader.judging.judge import Settings, grade_submission
+from grader.judging.verdicts import ExerciseReport, Verdict
+from grader.ranks.launcher import Launcher, Limits
 from tests.attempts import BACKWARD, CORRECT, FORWARD, MECHANISM, grade, look, twisted
 
 ALL = (FORWARD, BACKWARD, MECHANISM)

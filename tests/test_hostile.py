@@ -12,12 +12,12 @@ import cloudpickle
 import psutil
 import pytest
 
-from grader import plain
 from grader.cli import _work
-from grader.judge import Settings, grade_submission
-from grader.launcher import ROOT, Code, Launcher, Limits
+from grader.judging.judge import Settings, grade_submission
+from grader.judging.verdicts import Verdict
+from grader.ranks import plain
+from grader.ranks.launcher import ROOT, Code, Launcher, Limits
 from grader.report import summary
-from grader.verdicts import Verdict
 from tests.attempts import FORWARD, grade, look, twisted
 
 REFERENCE = ROOT / "solutions" / "tensor_parallel.py"
@@ -99,18 +99,19 @@ REPLACING = {
     "builtins.open": "import builtins; builtins.open = print",
     "json.dumps": "import json; json.dumps = lambda *a, **k: '{}'",
     "pickle.loads": "import pickle; pickle.loads = lambda *a: None",
-    "grader.recorder.Recorder.__torch_dispatch__": """
-        import grader.recorder
-        grader.recorder.Recorder.__torch_dispatch__ = lambda self, f, t, a=(), k=None: f(*a, **(k or {}))
+    "grader.beside.recorder.Recorder.__torch_dispatch__": """
+        import grader.beside.recorder
+        blind = lambda self, f, t, a=(), k=None: f(*a, **(k or {}))
+        grader.beside.recorder.Recorder.__torch_dispatch__ = blind
     """,
-    "grader.recorder._C10D": "import grader.recorder; grader.recorder._C10D.clear()",
-    "grader.recorder._event": """
-        import grader.recorder
-        grader.recorder.Recorder._event.__code__ = (lambda self, func, args, kwargs: None).__code__
+    "grader.beside.recorder._C10D": "import grader.beside.recorder; grader.beside.recorder._C10D.clear()",
+    "grader.beside.recorder._event": """
+        import grader.beside.recorder
+        grader.beside.recorder.Recorder._event.__code__ = (lambda self, func, args, kwargs: None).__code__
     """,
     "torch.equal": """
-        import grader.tampering
-        grader.tampering.Guard.verify = grader.tampering.Place.replaced = lambda self: ""
+        import grader.beside.tampering
+        grader.beside.tampering.Guard.verify = grader.beside.tampering.Place.replaced = lambda self: ""
         torch.equal = lambda *a: True
     """,
 }
@@ -241,7 +242,7 @@ def test_files_of_its_own_shadow_nothing(tmp_path: Path, launcher: Launcher) -> 
     for package in ("grader", "nanogpt", "torch", "lessons"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(trap)
-    source = twisted("import json, torch, grader.recorder, nanogpt.model")
+    source = twisted("import json, torch, grader.beside.recorder, nanogpt.model")
     assert look(tmp_path, source, launcher).verdict == Verdict.PASSED
     assert not (tmp_path / "sprung").exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 MOVED = """
-from grader.large_pages import LargePages
+from grader.ranks.large_pages import LargePages
 
 data = [bytearray(bytes([number]) * 100_000) for number in range(200)]
 memory = LargePages()

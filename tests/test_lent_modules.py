@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from grader.course import Lesson
-from grader.judge import Settings, grade_exercise
-from grader.launcher import ROOT, Launcher
-from grader.submission import read_submission
-from grader.verdicts import CheckReport, Verdict
+from grader.judging.course import Lesson
+from grader.judging.judge import Settings, grade_exercise
+from grader.judging.submission import read_submission
+from grader.judging.verdicts import CheckReport, Verdict
+from grader.ranks.launcher import ROOT, Launcher
 from tests.attempts import EXERCISE, FORWARD, LESSON, twisted
 
 LENT = (

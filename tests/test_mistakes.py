@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from grader.course import lessons
-from grader.verdicts import Verdict
+from grader.judging.course import lessons
+from grader.judging.verdicts import Verdict
 from tests.bank import Mistake, judge, mistakes
 
 BANK = mistakes()

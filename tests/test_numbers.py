@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from grader.numbers import Answers, ask, compare, require_refusal, require_whole_numbers, same, whole
-from grader.verdicts import CheckEnded
+from grader.judging.numbers import (
+    Answers,
+    ask,
+    compare_answers,
+    require_refusal,
+    require_whole_numbers,
+    same,
+    whole,
+)
+from grader.judging.verdicts import CheckEnded
 from nanogpt.model import GPTConfig
 
 
@@ -34,7 +42,7 @@ def answers(function: Any, *calls: tuple) -> Answers:
 
 def cause_for(function: Any, **options: Any) -> str:
     with pytest.raises(CheckEnded) as end:
-        compare(FakeTrial(function), answers(function), **options)
+        compare_answers(FakeTrial(function), answers(function), **options)
     return end.value.cause
 
 
@@ -56,7 +64,7 @@ def test_tolerance(value: Any, is_same: bool) -> None:
 
 
 def test_right_answers_pass() -> None:
-    compare(FakeTrial(None), answers(lambda x: x * x))
+    compare_answers(FakeTrial(None), answers(lambda x: x * x))
 
 
 def test_slip_is_named_before_a_factor() -> None:

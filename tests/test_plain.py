@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from grader import plain
+from grader.ranks import plain
 
 
 def test_round_trip() -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from grader import launcher as module
-from grader.launcher import Launcher
-from grader.verdicts import Verdict
+from grader.judging.verdicts import Verdict
+from grader.ranks import launcher as module
+from grader.ranks.launcher import Launcher
 from tests.attempts import look, twisted
 
 
@@ -14,10 +14,10 @@ def test_an_edited_course_is_imported_anew(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "ROOT", tmp_path / "course")
     (tmp_path / "course").mkdir()
     for name in ("grader", "lessons", "solutions"):
-        (tmp_path / "course" / name).symlink_to(Path(module.__file__).parents[1] / name)
+        (tmp_path / "course" / name).symlink_to(Path(module.__file__).parents[2] / name)
     nanogpt = tmp_path / "course" / "nanogpt"
     nanogpt.mkdir()
-    for path in (Path(module.__file__).parents[1] / "nanogpt").iterdir():
+    for path in (Path(module.__file__).parents[2] / "nanogpt").iterdir():
         if path.is_file():
             (nanogpt / path.name).write_bytes(path.read_bytes())
     says = twisted("from nanogpt.model import GREETING\nassert GREETING == 'good day', GREETING")

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from grader import cli
-from grader.course import Lesson
-from grader.submission import read_submission
-from grader.verdicts import Verdict
+from grader.judging.course import Lesson
+from grader.judging.submission import read_submission
+from grader.judging.verdicts import Verdict
 from tests.bank import judge
 
 ROOT = Path(__file__).parents[1]
@@ -95,11 +95,12 @@ def test_a_workflow_runs_only_what_exists(path: Path) -> None:
 
 
 def test_the_example_of_a_check_runs_and_passes_the_reference(tmp_path: Path) -> None:
-    """CONTRIBUTING's checks.py is a real one."""
+    """CONTRIBUTING's checks are a real one."""
     example = next(block for block in blocks(ROOT / "CONTRIBUTING.md", "python") if "def observe" in block)
     folder = tmp_path / "99_contributing"
     folder.mkdir()
-    (folder / "checks.py").write_text(example)
+    (folder / "checks").mkdir()
+    (folder / "checks" / "__init__.py").write_text(example)
     lesson = Lesson(folder)
     submission = read_submission(ROOT / "solutions" / "tensor_parallel.py", trusted=True)
     report = judge(submission, lesson, lesson.exercises["copy_to_group"])

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grader.launcher import Code, Limits, RunReport, shared_launcher
-from grader.recording import Recording
+from grader.ranks.launcher import Code, Limits, RunReport, shared_launcher
+from grader.ranks.recording import Recording
 
 NOTHING = Code(cells=(("empty.py", ""),), trusted=True)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from grader.cli import _work
-from grader.course import Lesson, lessons
-from grader.judge import Settings, grade_submission
-from grader.launcher import shared_launcher
-from grader.submission import read_submission
-from grader.verdicts import Verdict
+from grader.judging.course import Lesson, lessons
+from grader.judging.judge import Settings, grade_submission
+from grader.judging.submission import read_submission
+from grader.judging.verdicts import Verdict
+from grader.ranks.launcher import shared_launcher
 from tests.bank import judge
 
 ALTERNATIVES = sorted((Path(__file__).parent / "alternatives").glob("*.py"))

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from grader.launcher import CannotGradeError, Code, Launcher, Limits
-from grader.side_by_side import _Neighbour, _Turn, side_by_side
+from grader.judging.side_by_side import _Neighbour, _Turn, side_by_side
+from grader.ranks.launcher import CannotGradeError, Code, Launcher, Limits
 
 LIMITS = Limits(timeout=20.0)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grader.launcher import Code, Launcher, Limits
-from grader.verdicts import Verdict
+from grader.judging.verdicts import Verdict
+from grader.ranks.launcher import Code, Launcher, Limits
 from tests.attempts import BACKWARD, CORRECT, FORWARD, MECHANISM, grade, look, twisted
 
 LIMITS = Limits(timeout=20)

@@ -46,7 +46,7 @@ class Lesson:
 
     @property
     def checks_path(self) -> Path:
-        return self.folder / "checks.py"
+        return self.folder / "checks" / "__init__.py"
 
     @property
     def solution_path(self) -> Path:

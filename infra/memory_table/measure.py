@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from grader.measure import storage_bytes
-from grader.recorder import Recorder, Window
-from grader.recording import Recording, revive
+from grader.beside.measure import storage_bytes
+from grader.beside.recorder import Recorder, Window
+from grader.ranks.recording import Recording, revive
 from infra.memory_table.ways import ONE_RANK, Way, train_config
 from nanogpt.data import load_tokens
 from nanogpt.loop import Place, Techniques, Trainer

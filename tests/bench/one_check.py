@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from grader.launcher import Code, Launcher, Limits
+from grader.ranks.launcher import Code, Launcher, Limits
 from solutions.tensor_parallel import copy_to_group
 
 ROUNDS = 5

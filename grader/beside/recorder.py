@@ -1,0 +1,334 @@
+"""The recorder: sees every collective, message and matrix multiply of one rank, whoever calls them.
+
+It is a `TorchDispatchMode`, so it stands below every door to communication (`torch.distributed`, the group
+object's own methods, functional collectives, `P2POp`) and replaces none of them.
+"""
+
+import random
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from grader.beside.unseen import most_calls, world_ranks
+from grader.ranks.recording import Event, Recording, Totals
+
+# Operation → kind of event, and which argument holds the whole tensor (see Event.num_bytes).
+_C10D = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+}
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Watches one rank from the moment it is entered; `record()` opens a stretch that is kept.
+
+    Args:
+        on_event: called with every event before it starts, recorded or not (the hang report needs them).
+        is_learner: tells whether a code file is the learner's.
+        delay_seed: when given, each communication waits up to 40 ms first, so that what is right by
+            luck of timing goes wrong.
+    """
+
+    def __init__(
+        self,
+        on_event: Callable[[Event], None],
+        is_learner: Callable[[str], bool],
+        delay_seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._on_event = on_event
+        self._is_learner = is_learner
+        self._delays = None if delay_seed is None else random.Random(delay_seed)
+        self._index = 0
+        self._window: Window | None = None
+        self.calls: Counter[tuple[int, ...]] = Counter()
+        """World ranks of a group → calls that its backend counts for what was seen (see beside.unseen)."""
+
+    @contextmanager
+    def record(
+        self, saved: bool = False, memory: bool = False, ignore: Iterable[Tensor] = ()
+    ) -> Iterator["Window"]:
+        """Keep what happens inside.
+
+        Args:
+            saved: count what autograd keeps for backward. This hides in-place changes of kept tensors
+                from autograd's own check, so record values without it.
+            memory: count which storages live.
+            ignore: tensors whose storages `saved` leaves out: parameters and buffers.
+        """
+        if self._window is not None:
+            raise RuntimeError("record() inside record()")
+        window = Window(memory)
+        self._window = window
+        try:
+            with window.watch_saved(ignore) if saved else nullcontext():
+                yield window
+        finally:
+            window.close()
+            self._window = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor first turns into what its rank computes and sends
+        self._index += 1
+        event = self._event(func, args, kwargs)
+        if event is not None:
+            self._on_event(event)
+            if self._delays is not None:
+                time.sleep(self._delays.uniform(0.0, 0.04))
+        result = func(*args, **kwargs)
+        if self._window is not None:
+            self._window.see(func, args, kwargs, result, event, self._index)
+        return result
+
+    def saw_backend_call(self, kind: str, tensors: list[Tensor], group: tuple[int, ...]) -> None:
+        """Count a collective that was called on the backend object, below torch's dispatcher."""
+        self._index += 1
+        self.calls[group] += most_calls(f"{kind}_", len(tensors), len(group))
+        event = self._make(kind, tensors, group, None, "", True)
+        self._on_event(event)
+        if self._window is not None:
+            self._window.add(event)
+
+    def _event(self, func: Any, args: Any, kwargs: Any) -> Event | None:
+        name = func._opname
+        if func.namespace == "c10d" and name in _C10D:
+            values = {a.name: a.default_value for a in func._schema.arguments}
+            values |= dict(zip(values, args, strict=False)) | kwargs
+            kind, position = _C10D[name]
+            tensors = [] if position is None else _tensors(args[position])
+            group = dist.ProcessGroup.unbox(values["process_group"])
+            ranks = tuple(dist.get_process_group_ranks(group))
+            peer = next((values[key] for key in ("dst", "src", "root_rank") if key in values), None)
+            asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
+            self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
+            return self._make(kind, tensors, ranks, peer, "", asynchronous)
+        if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            ranks = tuple(dist.get_process_group_ranks(group))
+            op = next((a.upper() for a in args[1:-1] if isinstance(a, str)), "")
+            scale = len(ranks) if _FUNCTIONAL[name] == "all_gather" else 1
+            tensors = _tensors(args[0])
+            self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
+            return self._make(_FUNCTIONAL[name], tensors, ranks, None, op, True, scale)
+        return None
+
+    def _make(
+        self,
+        kind: str,
+        tensors: list[Tensor],
+        group: tuple[int, ...],
+        peer: int | None,
+        op: str,
+        asynchronous: bool,
+        scale: int = 1,
+    ) -> Event:
+        file, line, called_op = self._place()
+        return Event(
+            kind=kind,
+            num_bytes=sum(t.numel() * t.element_size() for t in tensors) * scale,
+            num_elements=sum(t.numel() for t in tensors) * scale,
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            shape=tuple(tensors[0].shape) if tensors else (),
+            group=group,
+            peer=peer,
+            op=op or (called_op if kind in ("all_reduce", "reduce", "reduce_scatter") else ""),
+            asynchronous=asynchronous,
+            file=file,
+            line=line,
+            after=self._window.mark_name if self._window else "",
+            index=self._index,
+        )
+
+    def _place(self) -> tuple[str, int, str]:
+        """The learner's innermost line on the stack, and the reduction that was asked for."""
+        op = ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if (
+                not op
+                and file.endswith("distributed_c10d.py")
+                and isinstance(frame.f_locals.get("op"), dist.ReduceOp | dist.ReduceOp.RedOpType)
+            ):
+                op = str(frame.f_locals["op"]).rpartition(".")[2]
+            if self._is_learner(file):
+                return file, frame.f_lineno, op
+            frame = frame.f_back
+        return "", 0, op
+
+
+class Window:
+    """One recorded stretch, while it is being recorded."""
+
+    def __init__(self, memory: bool) -> None:
+        self._recording = Recording()
+        self._memory = memory
+        self._alive: dict[int, tuple[int, Any]] = {}  # storage → bytes when last looked at, a weak reference
+        self._alive_bytes = 0
+        self._saved: dict[int, int] = {}
+        self.mark_name = ""
+
+    def to_plain(self) -> dict[str, Any]:
+        return self._recording.to_plain()
+
+    def mark(self, name: str) -> None:
+        """Begin a new stretch called `name`, such as "backward begins"."""
+        self.mark_name = name
+        self._measure_again()
+        self._recording.alive_at[name] = self._alive_bytes
+        self._recording.totals.setdefault(name, Totals())
+
+    def close(self) -> None:
+        self._measure_again()
+        self._recording.alive_at["end"] = self._alive_bytes
+        self._recording.saved_bytes = sum(self._saved.values())
+
+    def add(self, event: Event) -> None:
+        self._recording.events.append(event)
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any, event: Event | None, index: int) -> None:
+        """Count one operation that has just run."""
+        if event is not None:
+            self.add(event)
+        if func._overloadpacket in flop_registry:
+            totals = self._recording.totals[self.mark_name]
+            totals.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+            totals.last_compute = index
+        tensors = _tensors(result)
+        for tensor in tensors:
+            self._recording.largest_elements = max(self._recording.largest_elements, tensor.numel())
+        if self._memory:
+            given = _storages((args, kwargs))
+            for key, storage in {**_storages(result), **given}.items():
+                if key in self._alive or key not in given:
+                    self._watch(key, storage)
+
+    def _watch(self, key: int, storage: Any) -> None:
+        """Count a storage that is new, or has been resized, as FSDP does to free weights and to fill them."""
+        size = storage.nbytes()
+        before, reference = self._alive.get(key, (0, None))
+        if reference is None:
+            reference = weakref.ref(storage)
+            weakref.finalize(storage, self._forget, key).atexit = False
+        self._alive[key] = (size, reference)
+        self._alive_bytes += size - before
+        if self._alive_bytes > self._recording.peak_bytes:
+            self._measure_again()
+            self._recording.peak_bytes = max(self._recording.peak_bytes, self._alive_bytes)
+
+    def _measure_again(self) -> None:
+        """Look at every storage: no operation tells when one is resized."""
+        for key, (before, reference) in list(self._alive.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != before:
+                self._alive[key] = (storage.nbytes(), reference)
+                self._alive_bytes += storage.nbytes() - before
+
+    def _forget(self, key: int) -> None:
+        self._alive_bytes -= self._alive.pop(key, (0, None))[0]
+
+    def watch_saved(self, ignore: Iterable[Tensor]) -> AbstractContextManager:
+        """Count the distinct storages that autograd keeps for backward, without those of `ignore`."""
+        ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in ignored:
+                self._saved[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storages(value: Any) -> dict[int, Any]:
+    """The storages behind the tensors of a value, by their address."""
+    storages = [t.untyped_storage() for t in _tensors(value) if t.device.type != "meta"]
+    return {storage._cdata: storage for storage in storages}
+
+
+_BACKEND_METHODS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+}
+
+
+def watch_backends(recorder: Recorder) -> None:
+    """Make calls on a backend object (`group._get_backend(...)`) seen too: they pass below the dispatcher."""
+    backend = torch._C._distributed_c10d.Backend
+
+    def watched(name: str, kind: str) -> Callable[..., Any]:
+        original = getattr(backend, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            position = 1 if kind in ("reduce_scatter", "gather", "all_to_all") else 0
+            tensors = _tensors(args[position : position + 1])
+            recorder.saw_backend_call(kind, tensors, world_ranks(self))
+            return original(self, *args, **kwargs)
+
+        return call
+
+    for name, kind in _BACKEND_METHODS.items():
+        setattr(backend, name, watched(name, kind))

@@ -1,0 +1,225 @@
+"""One rank: loads the submission, runs a check's probe on it, and sends back plain data.
+
+This runs in a process of its own, forked for one run. Nothing here is trusted afterwards: the judge reads
+what arrives as data and draws its own conclusions.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from datetime import timedelta
+from json import dumps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grader.beside.loading import LENT, LoadError, error_text, load_submission
+from grader.beside.recorder import Recorder, Window, watch_backends
+from grader.beside.tampering import Guard, RefusedError
+from grader.beside.unseen import calls_made, unseen
+from grader.ranks import plain
+from grader.ranks.frames import receive_frame, send_frame
+from grader.ranks.recording import Event
+
+
+class Rank:
+    """What a probe is given: the learner's names, the process group and the recorder."""
+
+    def __init__(
+        self,
+        submission: SimpleNamespace,
+        group: Any,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self.submission = submission
+        self.group = group
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.device = device
+        self._recorder = recorder
+
+    def record(self, **options: Any) -> AbstractContextManager[Window]:
+        """Record a stretch (see `Recorder.record`); the recording can be returned as it is."""
+        return self._recorder.record(**options)
+
+    def seed(self, number: int) -> None:
+        """Seed torch's random numbers."""
+        _seed(number, self.device)
+
+
+def _seed(number: int, device: torch.device) -> None:
+    """What torch.manual_seed does, without its note for a GPU that is not there: a tenth of a small check."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+
+
+def run_worker(
+    connection: socket.socket,
+    world_rank: int,
+    header: dict[str, Any],
+    directory: Path,
+    dump: Any,
+    guard: Guard,
+) -> None:
+    """Do one rank's work, then stay until the supervisor lets go: a peer may still need this rank alive."""
+    _, body = receive_frame(connection)
+    order = plain.decode(body)
+    answer = _answering(connection, order.pop("token"))
+    del body
+    faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
+    try:
+        os.chdir(directory)
+        device = torch.device("cpu")
+        if header["device"] == "cuda":
+            device = torch.device("cuda", world_rank)
+        group = _start_group(world_rank, header, directory, device)
+    except Exception as error:
+        message = f"the ranks could not connect: {error_text(error)}"
+        answer(b"X", dumps({"type": "MachineError", "message": message, "machine": True}).encode())
+    else:
+        try:
+            result = _work(connection, world_rank, header, order, device, group, guard)
+            answer(b"R", result)
+        except BaseException as error:
+            answer(b"X", dumps(_describe(error)).encode())
+    receive_frame(connection)
+
+
+def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, bytes], None]:
+    """What sends the result. The token is in no frame's locals while the submission runs."""
+
+    def answer(kind: bytes, body: bytes) -> None:
+        send_frame(connection, kind, token + body)
+
+    return answer
+
+
+def _work(
+    connection: socket.socket,
+    world_rank: int,
+    header: dict[str, Any],
+    order: dict[str, Any],
+    device: torch.device,
+    group: Any,
+    guard: Guard,
+) -> bytes:
+    torch.set_num_threads(1)
+    is_learner = _learner_code(order)
+
+    def on_event(event: Event) -> None:
+        send_frame(connection, b"E", dumps(asdict(event)).encode())
+
+    recorder = Recorder(on_event, is_learner, order["delay_seed"])
+    watch_backends(recorder)
+    _seed(order["seed"], device)
+    members = header["group"]
+    guarded = order["guarded"]
+    if guarded:
+        guard.watch(order["forbidden"])
+    if world_rank not in members:
+        return plain.encode(None)
+    verify, before = guard.verify, calls_made()
+    try:
+        submission = load_submission(order)
+        probe = pickle.loads(order["probe"]) if order["probe"] else _call_function
+        rank = Rank(submission, group, members.index(world_rank), len(members), device, recorder)
+        arguments = _to_device(order["arguments"], device)
+        with recorder:
+            result = plain.encode(probe(rank, *arguments))
+        hidden = unseen(before, recorder.calls)
+        if hidden and guarded:
+            raise RefusedError(
+                f"{hidden} of its calls to torch.distributed went past the recorder: "
+                "they were made in another thread, or with dispatch modes switched off"
+            )
+        return result
+    finally:
+        if guarded:  # looking at everything touches a thousand pages, a quarter of what a small run takes
+            verify()
+
+
+def _call_function(rank: Rank, arguments: bytes) -> Any:
+    """The probe of `run_ranks`: a function and its arguments, by value."""
+    function, args = pickle.loads(arguments)
+    return function(*args)
+
+
+def _start_group(world_rank: int, header: dict[str, Any], directory: Path, device: torch.device) -> Any:
+    if not header["distributed"]:
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(str(directory / "rendezvous"), header["world_size"]),
+        rank=world_rank,
+        world_size=header["world_size"],
+        timeout=timedelta(seconds=header["timeout"] + 60),
+    )
+    members = header["group"]
+    if len(members) == header["world_size"]:
+        return dist.group.WORLD
+    return dist.new_group(members)
+
+
+def _learner_code(order: dict[str, Any]) -> Callable[[str], bool]:
+    """Tells the learner's code files from torch, Python, the grader and the course."""
+    labels = set(order["labels"])
+    directory = order["directory"]
+    ours = tuple(
+        os.path.realpath(path) + os.sep
+        for path in (
+            sys.prefix,
+            sys.base_prefix,
+            Path(torch.__file__).parent,
+            Path(__file__).parent,
+            *order["ours"],
+        )
+    )
+
+    def is_learner(file: str) -> bool:
+        if file in labels:
+            return True
+        if labels:
+            return bool(directory) and file.startswith(directory + os.sep) and not file.startswith(ours)
+        return not file.startswith(("<frozen", LENT, *ours))
+
+    return is_learner
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """An exception as plain data. Nothing of a learner's exception class is relied on."""
+    if isinstance(error, SystemExit):
+        error = RuntimeError(f"the code called sys.exit({error.code}) before its result was complete")
+    frames = [[f.filename, f.lineno, f.name] for f in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, LoadError):
+        frames = error.frames or frames
+    kind = (
+        error.error_type if isinstance(error, LoadError) else type.__getattribute__(type(error), "__name__")
+    )
+    return {"type": str(kind), "message": error_text(error), "frames": frames[-40:]}

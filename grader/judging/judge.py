@@ -1,0 +1,210 @@
+"""Grades: for every exercise asked for, every check in every layout of ranks, and what came of it."""
+
+import secrets
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from grader.judging.course import Lesson
+from grader.judging.stories import Locate
+from grader.judging.submission import Submission, is_untouched
+from grader.judging.trial import Check, Exercise, Layout, Trial
+from grader.judging.verdicts import CheckEnded, CheckReport, ExerciseReport, Verdict, combine, readable
+from grader.ranks.launcher import CannotGradeError, Code, Launcher, Limits
+
+ENDINGS_UNTIL_SKIP = 2
+"""After so many runs of one exercise that ended early, the rest of its checks is skipped."""
+
+
+NOT_THE_WORLD = (
+    "it is right where the group is the whole world: is a rank of the world taken for a rank in the group? "
+    "Look for dist.get_rank() where group.rank() belongs, for src, dst or peer where group_src, group_dst or "
+    "group_peer does, for a call without group=group"
+)
+"""Likely cause of what fails only in the layout that has world rank 0 outside the group, the last one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a grading may be told."""
+
+    ranks: tuple[int, ...] = ()
+    """Only these world sizes; empty is all."""
+    device: str = "cpu"
+    limits: Limits = field(default_factory=Limits)
+    seed: int | None = None
+    """Draw the same inputs again; None draws new ones."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """An exercise of a submission, to be graded."""
+
+    submission: Submission
+    lesson: Lesson
+    exercise: Exercise
+
+
+def tasks(submission: Submission, lesson: Lesson, only: Sequence[str] = ()) -> list[Task]:
+    """What there is to grade in a submission of a lesson; optional exercises where it defines them."""
+    wanted = []
+    for exercise in lesson.exercises.values():
+        asked_for = exercise.name in only
+        if asked_for or (not only and (not exercise.optional or exercise.name in submission.definitions)):
+            wanted.append(Task(submission, lesson, exercise))
+    return wanted
+
+
+def grade_task(task: Task, launcher: Launcher, settings: Settings) -> ExerciseReport:
+    """Grade one exercise of a submission."""
+    submission, lesson = task.submission, task.lesson
+    return _without_a_run(submission, lesson, task.exercise) or grade_exercise(
+        task.exercise,
+        lesson.name,
+        submission.code(lesson.demonstrations, lesson.lent),
+        launcher,
+        settings,
+        submission.locate,
+    )
+
+
+def grade_submission(
+    submission: Submission, lesson: Lesson, launcher: Launcher, settings: Settings, only: Sequence[str] = ()
+) -> list[ExerciseReport]:
+    """Grade a submission's exercises of one lesson, one after the other."""
+    return [grade_task(task, launcher, settings) for task in tasks(submission, lesson, only)]
+
+
+def _without_a_run(submission: Submission, lesson: Lesson, exercise: Exercise) -> ExerciseReport | None:
+    """The report on an exercise that needs no ranks: it is not there, untouched, or the reference."""
+    node = submission.definitions.get(exercise.name)
+    if node is None and exercise.name in submission.borrowed and not submission.trusted:
+        message = "it is imported from the course's own solutions"
+        return ExerciseReport(lesson.name, exercise.name, Verdict.REFUSED, message=message)
+    if node is None and not submission.open_ended:
+        broken = [cell.error for cell in submission.cells if cell.error and exercise.name in cell.source]
+        verdict = Verdict.CRASHED if broken else Verdict.NOT_ATTEMPTED
+        message = broken[0] if broken else "not defined"
+        return ExerciseReport(lesson.name, exercise.name, verdict, message=message)
+    if node is not None and is_untouched(node, lesson.given.get(exercise.name)):
+        return ExerciseReport(lesson.name, exercise.name, Verdict.NOT_ATTEMPTED, message="still as given")
+    return None
+
+
+def grade_exercise(
+    exercise: Exercise,
+    lesson: str,
+    code: Code,
+    launcher: Launcher,
+    settings: Settings,
+    locate: Locate,
+    only_checks: Iterable[str] = (),
+) -> ExerciseReport:
+    """Run an exercise's checks on code that defines it."""
+    began = time.monotonic()
+    layouts, notes = _layouts(exercise, settings)
+    seed = settings.seed if settings.seed is not None else secrets.randbits(31)
+    trials = [
+        Trial(
+            layout,
+            code,
+            launcher,
+            seed + number,
+            locate,
+            settings.limits,
+            settings.device,
+            exercise.distributed,
+        )
+        for number, layout in enumerate(layouts)
+    ]
+    wanted = set(only_checks)
+    reports: list[CheckReport] = []
+    for check in exercise.checks:
+        if wanted and check.name not in wanted:
+            continue
+        ended = sum(r.verdict not in (Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED) for r in reports)
+        if ended >= ENDINGS_UNTIL_SKIP:
+            reports.append(CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="not reached"))
+        else:
+            with _one_thread():
+                reports.append(_run_check(check, trials))
+    verdict = combine([report.verdict for report in reports])
+    return ExerciseReport(
+        lesson, exercise.name, verdict, tuple(reports), seconds=time.monotonic() - began, notes=notes
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The judge computes little, and the cores are the ranks'."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tuple[str, ...]]:
+    layouts = [x for x in exercise.layouts() if not settings.ranks or x.num_ranks in settings.ranks]
+    if settings.device != "cuda":
+        return layouts, ()
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise CannotGradeError("this machine has no CUDA GPU that torch can use: leave the device at cpu")
+    possible = [layout for layout in layouts if layout.world_size <= count]
+    if len(possible) == len(layouts):
+        return layouts, ()
+    left_out = ", ".join(str(x.world_size) for x in layouts if x not in possible)
+    return possible, (
+        f"NCCL needs a GPU a rank, and this machine has {count}: left out world size {left_out}",
+    )
+
+
+def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
+    report = CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="no number of ranks fits")
+    for trial in trials:
+        if not check.layouts(trial.layout):
+            continue
+        try:
+            check.function(trial)
+        except CheckEnded as end:
+            only_outside = (
+                trial.layout.world_size > trial.num_ranks
+                and report.verdict == Verdict.PASSED
+                and end.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG)
+            )
+            return replace(
+                report,
+                verdict=end.verdict,
+                where=trial.where,
+                message=end.message,
+                cause=NOT_THE_WORLD if only_outside else end.cause,
+                help=end.help,
+                details=end.details,
+            )
+        except CannotGradeError:
+            raise
+        except Exception as error:
+            return _unexpected(check, trial, error)
+        report = CheckReport(check.name, check.sentence, Verdict.PASSED)
+    return report
+
+
+def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:
+    """A check that fails by itself: our fault, kept apart from the learner's."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    return CheckReport(
+        check.name,
+        check.sentence,
+        Verdict.GRADER_ERROR,
+        str(trial.layout),
+        f"the check itself failed ({place}): {type(error).__name__}: {readable(str(error))}",
+        help="This is a fault of the grader, or the result had an unexpected form: please report it.",
+    )

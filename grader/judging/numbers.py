@@ -1,0 +1,217 @@
+"""Judges functions that compute numbers, such as counts, bytes or seconds.
+
+A lesson gives the calls, the true answers as it measures them, and the wrong numbers that known slips lead
+to. All calls go in one run; nothing here knows what is counted.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from grader.judging.trial import Trial
+
+Slips = Callable[..., Mapping[str, float]]
+"""For the arguments of a call: sentence → the wrong number that this slip leads to."""
+
+Alterations = Mapping[str, Callable[..., tuple]]
+"""Sentence → other arguments, for which the answer would have been right."""
+
+
+@dataclass
+class Wrong:
+    """One call whose answer is not the true one."""
+
+    call: tuple
+    given: Any
+    true: float
+    earlier: tuple[float, ...]
+    """What was true for the calls before this one."""
+
+
+class Answers:
+    """What a submission's function gives for some calls, beside what is true.
+
+    Args:
+        name: the function, an exercise.
+        calls: lists of arguments: plain data and dataclasses of the course.
+        truth: computes the true answer for the arguments of a call, on the judge's side.
+    """
+
+    def __init__(self, trial: Trial, name: str, calls: Sequence[tuple], truth: Callable[..., Any]) -> None:
+        self.name, self.calls, self.truth = name, list(calls), truth
+        self.given = trial.run(ask, name, [[_pack(argument) for argument in call] for call in calls])[0]
+        self.true = [truth(*call) for call in calls]
+
+    def asked(self, call: tuple, key: str | None = None) -> str:
+        """The call as the learner would type it."""
+        place = "" if key is None else f"[{key!r}]"
+        return f"{self.name}({', '.join(map(repr, call))}){place}"
+
+    def wrong(self, key: str, where: Callable[..., bool], tolerance: float) -> list[Wrong]:
+        """The calls that `where` selects whose answer is wrong; `key` picks from dictionaries."""
+        found, earlier = [], []
+        for call, given, true in zip(self.calls, self.given, self.true, strict=True):
+            expected = true[key] if isinstance(true, dict) else true
+            value = given.get(key) if isinstance(given, dict) else given
+            if where(*call) and not same(value, expected, tolerance):
+                found.append(Wrong(call, value, expected, tuple(earlier)))
+            earlier.append(expected)
+        return found
+
+
+def ask(rank: Any, name: str, calls: list[list[Any]]) -> list[Any]:
+    """The probe: call a function once for each list of arguments. A ValueError is an answer too."""
+    function = getattr(rank.submission, name)
+    answers = []
+    for call in calls:
+        arguments = [_unpack(argument) for argument in call]
+        told = repr(arguments)
+        try:
+            answers.append(function(*arguments))
+        except ValueError as error:
+            answers.append(f"ValueError: {error}")
+        if repr(arguments) != told:
+            answers[-1] = f"an answer, and changed its arguments to {arguments}"
+    return answers
+
+
+def compare_answers(
+    trial: Trial,
+    answers: Answers,
+    key: str = "",
+    *,
+    slips: Slips = lambda *_: {},
+    alterations: Alterations | None = None,
+    help: str = "",
+    where: Callable[..., bool] = lambda *_: True,
+    tolerance: float = 0.0,
+) -> None:
+    """Require the answers (their `key`, when they are dictionaries) to be the true ones.
+
+    Args:
+        where: looks at the arguments and selects the calls to compare.
+        tolerance: relative; 0 asks for exact whole numbers.
+    """
+    wrong = answers.wrong(key, where, tolerance)
+    if not wrong:
+        return
+    first = wrong[0]
+    index = answers.calls.index(first.call)
+    asked = answers.asked(first.call, key if isinstance(answers.given[index], dict) else None)
+    message = f"{asked} is {show(first.given)}; expected: {show(first.true)}"
+    if tolerance == 0.0 and (value := whole(first.given)) is not None:
+        message += f", so {abs(value - first.true):,} too {'many' if value > first.true else 'few'}"
+    total = sum(where(*call) for call in answers.calls)
+    message += f". Wrong for {len(wrong)} of {total} calls." if total > 1 else "."
+    trial.wrong(
+        message, help=help, cause=explain_answers(answers, key, slips, alterations or {}, wrong, tolerance)
+    )
+
+
+def explain_answers(
+    answers: Answers, key: str, slips: Slips, alterations: Alterations, wrong: list[Wrong], tolerance: float
+) -> str:
+    """The first known way to be wrong that gives every wrong value, or nothing."""
+
+    def all_are(numbers: Iterable[float | None]) -> bool:
+        return all(n is not None and same(w.given, n, tolerance) for w, n in zip(wrong, numbers, strict=True))
+
+    def altered(change: Callable[..., tuple]) -> Iterable[float]:
+        answer = (answers.truth(*change(*w.call)) for w in wrong)
+        return (value[key] if isinstance(value, dict) else value for value in answer)
+
+    known = [slips(*w.call) for w in wrong]
+    for text in known[0]:
+        if all_are(numbers[text] for numbers in known):
+            return text
+    for text, change in alterations.items():
+        if all_are(altered(change)):
+            return text
+    if len(wrong) > 2 and all_are([wrong[0].given] * len(wrong)):
+        return "the same number for different arguments: compute it from them"
+    if all(any(same(w.given, true, tolerance) for true in w.earlier) for w in wrong):
+        return "these are answers to earlier calls: something is remembered between calls"
+    for factor, text in (
+        (2, "twice"),
+        (3, "three times"),
+        (4, "four times"),
+        (8, "eight times"),
+        (100, "100 times"),
+    ):
+        if all_are(factor * w.true for w in wrong):
+            return f"always exactly {text} what it should be"
+        if all_are(w.true / factor for w in wrong):
+            return f"it should always be exactly {text} that"
+    return ""
+
+
+def require_whole_numbers(trial: Trial, answers: Answers, keys: Sequence[str]) -> None:
+    """Every answer is a dictionary that has these keys, with whole numbers."""
+    for call, given in zip(answers.calls, answers.given, strict=True):
+        listed = ", ".join(keys)
+        is_dict = isinstance(given, dict)
+        trial.require(
+            is_dict, f"{answers.asked(call)} gave {given!r}", help=f"Return a dictionary: {listed}."
+        )
+        for key in keys:
+            has = ", ".join(map(str, given)) or "none"
+            trial.require(key in given, f"{answers.asked(call)} has no key {key!r}", help=f"Its keys: {has}.")
+            message = f"{answers.asked(call, key)} is {given[key]!r}, not a whole number"
+            trial.require(whole(given[key]) is not None, message, help="Count exactly: // where you divide.")
+
+
+def require_refusal(trial: Trial, answers: Answers, words: Iterable[str]) -> None:
+    """Every call ended in a ValueError."""
+    for call, given in zip(answers.calls, answers.given, strict=True):
+        refused = isinstance(given, str) and given.startswith("ValueError")
+        message = f"{answers.asked(call)} gave {given!r} where a ValueError belongs"
+        trial.require(
+            refused, message, help=f"Raise a ValueError that names what is possible: {', '.join(words)}."
+        )
+
+
+def whole(value: Any) -> int | None:
+    """The whole number that a value is, None if it is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def same(value: Any, expected: float, tolerance: float) -> bool:
+    """Whether an answer is the expected number: exactly and whole, or within a relative tolerance."""
+    if tolerance == 0.0:
+        return whole(value) == expected
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isclose(value, expected, rel_tol=tolerance)
+
+
+def show(value: Any) -> str:
+    """A number as the learner reads it."""
+    number = whole(value)
+    if number is not None:
+        return f"{number:,}"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+def _pack(argument: Any) -> Any:
+    """A dataclass as plain data, to be built again on the rank."""
+    if is_dataclass(argument) and not isinstance(argument, type):
+        kind = type(argument)
+        values = {field.name: getattr(argument, field.name) for field in fields(argument)}
+        return {"dataclass": [kind.__module__, kind.__qualname__], "fields": values}
+    return argument
+
+
+def _unpack(argument: Any) -> Any:
+    if isinstance(argument, dict) and "dataclass" in argument:
+        module, name = argument["dataclass"]
+        return getattr(import_module(module), name)(**argument["fields"])
+    return argument

@@ -1,0 +1,373 @@
+"""Tells what happened in a run that did not end well: who failed first, where each rank stood."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from grader.judging.verdicts import CheckEnded, Verdict
+from grader.ranks.launcher import Limits, RankReport, RunReport
+from grader.ranks.recording import COLLECTIVES, Event
+
+Locate = Callable[[str, int], str]
+"""File and line of the learner's code → such as "cell 3, line 7: `dist.all_reduce(x)`"; "" for other code."""
+
+_CONNECTION = re.compile(r"connection (reset|closed|refused)|socket timeout|broken pipe|peer", re.IGNORECASE)
+_NETWORK = re.compile(r"network is unreachable|name resolution|name or service not known", re.IGNORECASE)
+_MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate", re.IGNORECASE)
+
+
+def ending(report: RunReport, locate: Locate, limits: Limits, group: Sequence[int]) -> CheckEnded | None:
+    """How a run's end reads to the learner; None when every rank answered and all agreed."""
+    ranks = [report.ranks[r] for r in group]
+    name = _Names(group)
+    if report.ended == "complete":
+        return disagreement(ranks, locate, name)
+    forged = [r for r, rank in enumerate(ranks) if rank.status == "forged"]
+    if forged:
+        reason = (ranks[forged[0]].error or {}).get("message", "")
+        return CheckEnded(
+            Verdict.REFUSED,
+            f"the submission wrote to the grader's result channel on rank {forged[0]}",
+            reason,
+        )
+    if report.ended == "memory":
+        return CheckEnded(
+            Verdict.OUT_OF_MEMORY,
+            f"the ranks together took more than {limits.memory_bytes / 2**30:.1f} GiB and were stopped",
+            help="Is something kept that grows with every step, or is a loop without end?",
+        )
+    if report.ended == "processes":
+        return CheckEnded(Verdict.REFUSED, f"the ranks started more than {limits.max_processes} processes")
+    if report.ended == "lost":
+        return CheckEnded(
+            Verdict.REFUSED, "the process that keeps the ranks was killed by something the submission did"
+        )
+    if report.ended == "fault":
+        return CheckEnded(
+            Verdict.GRADER_ERROR,
+            f"the process that keeps the ranks failed: {report.reason}",
+            help="This is a fault of the grader or of the machine: grade again, and report it if it stays.",
+        )
+    if report.ended == "trouble":
+        return _trouble(ranks, locate, name)
+    return _hang(report.ended, ranks, locate, limits, name)
+
+
+class _Names:
+    def __init__(self, group: Sequence[int]) -> None:
+        self.group = tuple(group)
+
+    def rank(self, world_rank: int) -> int:
+        return self.group.index(world_rank) if world_rank in self.group else world_rank
+
+
+def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded:
+    """The first failing rank is the story, not the peers that lost their connection to it."""
+    failed = sorted(
+        (r for r, rank in enumerate(ranks) if rank.status in ("failed", "dead")),
+        key=lambda r: (_is_echo(ranks[r]), ranks[r].ended_at or 0.0, r),
+    )
+    if not failed:
+        return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
+    first = ranks[failed[0]]
+    others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+    parted = disagreement(ranks, locate, name)
+    if first.status == "dead":
+        return _dead(failed[0], first, ranks, locate, parted)
+    error = first.error or {}
+    if error.get("machine"):
+        return CheckEnded(Verdict.GRADER_ERROR, str(error.get("message")))
+    kind, message = str(error.get("type", "")), str(error.get("message", ""))
+    if kind == "ModuleNotFoundError" and "'solutions" in message:  # it is not there in an isolated run
+        kind, message = "RefusedError", "it imports the course's own solutions"
+    if kind == "RefusedError":
+        return CheckEnded(
+            Verdict.REFUSED,
+            f"the submission can not be graded: {message}",
+            help="Remove that, and grade again.",
+        )
+    if kind == "NotPlainError":
+        return CheckEnded(
+            Verdict.WRONG, f"on rank {failed[0]} it gave something that is no tensor or number: {message}"
+        )
+    if kind == "NotImplementedError":
+        return CheckEnded(
+            Verdict.NOT_ATTEMPTED, "a part of it is still to be written", details=_places(error, locate)
+        )
+    if _MEMORY.search(message) or kind in ("MemoryError", "OutOfMemoryError"):
+        return CheckEnded(
+            Verdict.OUT_OF_MEMORY, f"rank {failed[0]} ran out of memory: {_first_line(message) or kind}"
+        )
+    if "'NoneType' object" in message and not _places(error, locate):
+        return CheckEnded(
+            Verdict.WRONG,
+            f"on rank {failed[0]} it gave None where a value is needed",
+            "is the `return` missing?",
+        )
+    if parted and _is_echo(first):
+        return parted
+    places = _places(error, locate)
+    raised = f"{kind}: {_first_line(message)}".rstrip(": ")
+    if kind in ("AttributeError", "TypeError", "IndexError", "KeyError") and not places:
+        return CheckEnded(
+            Verdict.WRONG,
+            f"rank {failed[0]}{others} returned something that the check can not use: {raised}",
+            help="Look at the docstring: what must come out?",
+        )
+    help = ""
+    if _NETWORK.search(message) or kind in ("URLError", "gaierror"):
+        help = "A submission can not count on the network: there is none where it is graded."
+    if "Pair is not connected" in message:
+        help = (
+            "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "
+            "group_dst= and group_src= count in the group."
+        )
+    return CheckEnded(
+        Verdict.CRASHED,
+        f"rank {failed[0]}{others} raised {raised}",
+        help=help,
+        details=places,
+    )
+
+
+def _dead(
+    rank: int, report: RankReport, ranks: Sequence[RankReport], locate: Locate, parted: CheckEnded | None
+) -> CheckEnded:
+    if parted:
+        return CheckEnded(
+            Verdict.CRASHED,
+            f"rank {rank} was aborted: {parted.message}",
+            parted.cause,
+            parted.help,
+            parted.details,
+        )
+    last = f"its last communication was {_event(report.events[-1], locate)}" if report.events else ""
+    output = [line for line in report.output.splitlines() if line.strip()][-3:]
+    code = report.exit_code
+    how = (
+        f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit status {code}"
+    )
+    return CheckEnded(
+        Verdict.CRASHED,
+        f"rank {rank} {how} before it had given its result",
+        help="Leaving the process is not passing: every rank must return." if code == 0 else "",
+        details=tuple(line for line in (last, *output) if line),
+    )
+
+
+def _is_echo(rank: RankReport) -> bool:
+    return bool(rank.error and _CONNECTION.search(str(rank.error.get("message", ""))))
+
+
+def _hang(
+    ended: str, ranks: Sequence[RankReport], locate: Locate, limits: Limits, name: _Names
+) -> CheckEnded:
+    places = tuple(f"rank {r} {_standing(rank, locate)}" for r, rank in enumerate(ranks))
+    busy = ended == "timeout"
+    if busy:
+        what = f"the ranks had not finished after {limits.timeout:g} seconds and were stopped"
+    else:
+        what = f"deadlock: no rank moved for {limits.idle:g} seconds"
+    parted = _outside(ranks, locate, name) or disagreement(ranks, locate, name) or _unmatched(ranks, locate)
+    if parted:
+        return CheckEnded(Verdict.HUNG, f"{what}; {parted.message}", parted.cause, parted.help, places)
+    return CheckEnded(
+        Verdict.HUNG,
+        what,
+        help="Is there a loop that does not end? `grade --timeout` allows more seconds."
+        if busy
+        else "Every rank must reach every collective of its group, in the same order.",
+        details=places,
+    )
+
+
+def _outside(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded | None:
+    """A collective on more ranks than the group that was given: the others will never come."""
+    for r, rank in enumerate(ranks):
+        for event in rank.events:
+            if set(event.group) - set(name.group):
+                return CheckEnded(
+                    Verdict.WRONG,
+                    f"rank {r} called {_event(event, locate)} on {len(event.group)} ranks, "
+                    f"where its group has {len(ranks)}",
+                    "the group is not passed on: without `group=` a call means the whole world",
+                    "Pass group=group to every call of torch.distributed.",
+                )
+    return None
+
+
+def _standing(rank: RankReport, locate: Locate) -> str:
+    if rank.status == "done":
+        return "had finished"
+    if rank.status == "failed":
+        return f"had raised {(rank.error or {}).get('type')}"
+    for file, line in re.findall(r'File "([^"]+)", line (\d+)', rank.stack):
+        place = locate(file, int(line))
+        if place:
+            waiting = (
+                f", waiting in {rank.events[-1].describe()}" if rank.events and _in_torch(rank.stack) else ""
+            )
+            return f"stood in {place}{waiting}"
+    if rank.events:
+        return f"waited in {_event(rank.events[-1], locate)}"
+    return "had not started to communicate"
+
+
+def _in_torch(stack: str) -> bool:
+    main = stack.split("Current thread")[-1]
+    first = re.search(r'File "([^"]+)"', main)
+    return bool(first and "torch" in first.group(1))
+
+
+def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded | None:
+    """The first collective of a group that its ranks did not call alike: kind, reduction, dtype or size.
+
+    Nothing in torch notices a SUM that meets a MAX, or a float that meets a double: the result is garbage.
+    """
+    queues: dict[tuple[int, ...], dict[int, list[Event]]] = defaultdict(dict)
+    for r, rank in enumerate(ranks):
+        for event in rank.events:
+            if event.kind in COLLECTIVES:
+                queues[event.group].setdefault(name.group[r], []).append(event)
+    for group, by_rank in queues.items():
+        for position in range(max(len(events) for events in by_rank.values())):
+            calls = {
+                name.rank(r): events[position] for r, events in by_rank.items() if position < len(events)
+            }
+            found = _differ(calls, locate)
+            if found:
+                return found
+            missing = [name.rank(r) for r in group if len(by_rank.get(r, [])) <= position and r in name.group]
+            if missing and any(ranks[r].status == "running" for r in calls):
+                r, event = next(iter(calls.items()))
+                who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                return CheckEnded(
+                    Verdict.WRONG,
+                    f"rank {r} called {_event(event, locate)}, and {who} never did",
+                    help="A collective returns only when every rank of its group has called it.",
+                )
+    return None
+
+
+def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
+    def key(event: Event) -> tuple:
+        size = event.num_elements if event.kind in ("all_reduce", "broadcast", "reduce") else 0
+        return event.kind, event.op, event.dtype, size
+
+    counts = Counter(key(event) for event in calls.values())
+    if len(counts) < 2:
+        return None
+    odd = min(calls, key=lambda r: (counts[key(calls[r])], -r))
+    other = next(r for r in calls if key(calls[r]) != key(calls[odd]))
+    first, second = sorted((odd, other))
+    return CheckEnded(
+        Verdict.WRONG,
+        f"the ranks parted: rank {first} called {_event(calls[first], locate)}, "
+        f"rank {second} called {_event(calls[second], locate)}",
+        help="All ranks must call the same collectives, in the same order, on the same kind of tensor.",
+    )
+
+
+def _unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """Messages that nobody took, that nobody sent, or that nobody waited for."""
+    sends, receives = _messages(ranks, "send"), _messages(ranks, "recv")
+    for r, rank in enumerate(ranks):
+        lost = _lost(r, rank, ranks, sends, receives, locate)
+        if lost:
+            return lost
+    for (r, peer), events in sends.items():
+        count = len(receives.get((r, peer), []))
+        if len(events) > count:
+            message = f"rank {r} called {_event(events[count], locate)}, and rank {peer} never received it"
+            return CheckEnded(Verdict.WRONG, message, *_why_not_received(peer, ranks, sends, receives))
+    for (source, r), events in receives.items():
+        if len(events) > len(sends.get((source, r), [])):
+            return CheckEnded(
+                Verdict.WRONG, f"rank {r} waits for a message from rank {source} that was never sent"
+            )
+    return None
+
+
+_Messages = dict[tuple[int, int | None], list[Event]]
+"""Events by (source, destination)."""
+
+
+def _messages(ranks: Sequence[RankReport], kind: str) -> _Messages:
+    found: _Messages = defaultdict(list)
+    for r, rank in enumerate(ranks):
+        for event in rank.events:
+            if event.kind == kind:
+                ends = (r, event.peer) if kind == "send" else (event.peer, r)
+                found[ends].append(event)
+    return found
+
+
+def _why_not_received(
+    peer: int | None, ranks: Sequence[RankReport], sends: _Messages, receives: _Messages
+) -> tuple[str, str]:
+    """The cause, and the next step."""
+    for (source, r), events in receives.items():
+        if r == peer and len(events) > len(sends.get((source, r), [])):
+            cause = f"rank {peer} waits for a message from rank {source}, who sends it none"
+            return cause, "A send and its receive must name each other: who is whose neighbour?"
+    stuck = all(
+        rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
+    )
+    return (
+        "every rank sends before any of them receives" if stuck else "",
+        "Start the receive before waiting for the send: isend and irecv, then wait for both.",
+    )
+
+
+def _lost(
+    r: int,
+    rank: RankReport,
+    ranks: Sequence[RankReport],
+    sends: _Messages,
+    receives: _Messages,
+    locate: Locate,
+) -> CheckEnded | None:
+    """A message that rank r waits for, although its other side was started too: nobody waits for that one."""
+    event = rank.events[-1] if rank.events else None
+    if event is None or event.kind not in ("send", "recv") or rank.status != "running":
+        return None
+    ours, theirs = (sends, receives) if event.kind == "send" else (receives, sends)
+    ends = (r, event.peer) if event.kind == "send" else (event.peer, r)
+    waits_elsewhere = any(
+        pair[end] == r and len(events) > len(there.get(pair, []))
+        for end, here, there in ((0, sends, receives), (1, receives, sends))
+        for pair, events in here.items()
+    )
+    other = theirs.get(ends, [])[len(ours[ends]) - 1 :][:1]
+    if not other or waits_elsewhere:
+        return None
+    met = f"rank {r} stood in {_event(event, locate)}, and rank {event.peer}"
+    if (event.num_elements, event.dtype) != (other[0].num_elements, other[0].dtype):
+        return CheckEnded(
+            Verdict.WRONG,
+            f"{met} called {_event(other[0], locate)}",
+            help="Both sides of a message need tensors of the same size and dtype.",
+        )
+    what = "had returned" if ranks[event.peer].status == "done" else f"had called {_event(other[0], locate)}"
+    call = "isend" if event.kind == "recv" else "irecv"
+    return CheckEnded(
+        Verdict.WRONG,
+        f"{met} {what}",
+        f"rank {event.peer} did not wait for its {call}: a message whose handle is dropped may never travel",
+        help=f"Keep what {call} returns, and call its wait(): for each one, before the function returns.",
+    )
+
+
+def _event(event: Event, locate: Locate) -> str:
+    place = locate(event.file, event.line) if event.file else ""
+    return f"{event.describe()}" + (f" ({place})" if place else "")
+
+
+def _places(error: dict, locate: Locate) -> tuple[str, ...]:
+    places = [locate(str(file), int(line or 0)) for file, line, _ in error.get("frames", [])]
+    return tuple(dict.fromkeys(f"at {place}" for place in places if place))[-3:]
+
+
+def _first_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[0][:300] if lines else ""

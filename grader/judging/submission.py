@@ -1,0 +1,157 @@
+"""Reads a submission as text: which exercises it defines, and which are still the stub. Runs nothing."""
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grader.ranks.launcher import ROOT, Code
+from nanogpt.implementation import Cell, read_cells
+
+MAX_BYTES = 64 << 20
+COURSE_PACKAGES = ("nanogpt", "solutions", "grader", "torch", "lessons")
+
+
+def is_learners(file: str) -> bool:
+    """Whether a code file can be the learner's: not installed, not Python's, not the course's."""
+    path = Path(file)
+    others = [Path(sysconfig.get_path("stdlib")), *(ROOT / name for name in COURSE_PACKAGES)]
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return path.suffix == ".py" and not installed and not any(folder in path.parents for folder in others)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A notebook or `.py` file, as cells of source."""
+
+    path: Path
+    cells: tuple[Cell, ...]
+    module: str = ""
+    """Set for the course's own solutions: imported by this name instead of run from source."""
+    trusted: bool = False
+    definitions: dict[str, ast.AST] = field(default_factory=dict)
+    """Top-level name → its last definition; imports from the course or torch do not count."""
+    borrowed: frozenset[str] = frozenset()
+    """Names that it imports from the course's own solutions."""
+    open_ended: bool = False
+    """It has an `import *`, so more names may exist than can be seen."""
+
+    def locate(self, file: str, line: int) -> str:
+        """Where code is, in the learner's words: "cell 3, line 7: `y = x`"; "" for others' code."""
+        for cell in self.cells:
+            if cell.label == file:
+                lines = cell.source.splitlines()
+                text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+                return f"{file}, line {line}: `{text}`" if text else f"{file}, line {line}"
+        beside = not self.trusted and self.path.parent.resolve() in Path(file).parents
+        return f"{Path(file).name}, line {line}" if beside and is_learners(file) else ""
+
+    def code(self, skip: frozenset[str] = frozenset(), lent: tuple[tuple[str, str], ...] = ()) -> Code:
+        """What the ranks run; `skip` holds the sources of cells to leave out, `lent` is as in Code."""
+        cells = tuple(
+            (cell.label, cell.source) for cell in self.cells if not cell.error and cell.source not in skip
+        )
+        directory = str(self.path.parent.resolve())
+        return Code(
+            cells=cells,
+            module=self.module,
+            directory="" if self.trusted else directory,
+            trusted=self.trusted,
+            lent=() if self.trusted else lent,
+        )
+
+    def broken_cells(self) -> list[str]:
+        """What is no Python, one sentence a cell."""
+        return [cell.error for cell in self.cells if cell.error]
+
+
+def read_submission(path: Path, *, module: str = "", trusted: bool = False) -> Submission:
+    """Read a notebook or `.py` file.
+
+    Raises:
+        ValueError: one sentence: no such file, not a notebook, not Python.
+    """
+    if path.is_file() and path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_BYTES >> 20} MiB: clear its outputs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an odd escape in a string, or a cell without an id, is no fault
+        cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb"))
+        return from_cells(path, cells, module=module, trusted=trusted)
+
+
+def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted: bool = False) -> Submission:
+    """A submission from cells that have been read already."""
+    definitions: dict[str, ast.AST] = {}
+    borrowed: set[str] = set()
+    open_ended = False
+    for cell in cells:
+        if cell.error:
+            continue
+        tree = ast.parse(cell.source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "solutions":
+                borrowed |= {alias.asname or alias.name for alias in node.names}
+        for name, node in _defined(tree.body):
+            if name == "*":
+                open_ended = True
+            else:
+                definitions[name] = node
+    return Submission(path, cells, module, trusted, definitions, frozenset(borrowed), open_ended)
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    for leaf in ast.walk(target):
+                        if isinstance(leaf, ast.Name):
+                            yield leaf.id, node
+            case ast.ImportFrom() if (node.module or "").split(".")[0] not in COURSE_PACKAGES:
+                for alias in node.names:
+                    yield alias.asname or alias.name, node
+            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
+                for part in ("body", "orelse", "finalbody"):
+                    yield from _defined(getattr(node, part, []))
+                for handler in getattr(node, "handlers", []):
+                    yield from _defined(handler.body)
+
+
+def is_untouched(node: ast.AST, given: ast.AST | None) -> bool:
+    """Whether a definition is what the lesson gave, or says nothing: `pass`, `...`, NotImplementedError."""
+    if given is not None and ast.dump(node) == ast.dump(given):
+        return True
+    if isinstance(node, ast.FunctionDef):
+        return _is_empty(node.body)
+    if isinstance(node, ast.ClassDef):
+        methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+        others = [
+            item for item in node.body if not isinstance(item, ast.FunctionDef) and not _says_nothing(item)
+        ]
+        return (
+            not others
+            and all(_is_empty(method.body) for method in methods)
+            and not node.bases[1:]
+            and (bool(methods) or not node.bases)
+        )
+    return False
+
+
+def _is_empty(body: list[ast.stmt]) -> bool:
+    return all(_says_nothing(statement) for statement in body)
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.Raise(exc=ast.Name(id="NotImplementedError")):
+            return True
+        case ast.Raise(exc=ast.Call(func=ast.Name(id="NotImplementedError"))):
+            return True
+    return False

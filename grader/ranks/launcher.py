@@ -1,0 +1,330 @@
+"""The judge's side of a run: starts the fork server once, hands it runs, and reads back plain data."""
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grader.ranks import plain
+from grader.ranks.by_value import by_value
+from grader.ranks.frames import receive_frame, send_frame
+from grader.ranks.isolation import isolated_command, why_not
+from grader.ranks.leftovers import MARK, kill_marked
+from grader.ranks.recording import Event, revive
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN_BYTES = 32
+FORK_SERVER = "import gc; gc.disable(); from grader.ranks.forkserver import main; main()"
+"""Imports make much and free little: collecting garbage meanwhile takes most of a second."""
+
+
+class CannotGradeError(RuntimeError):
+    """The machine, or the grader itself, failed: never the learner's fault."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use; the limits hold for all its processes together."""
+
+    timeout: float = 30.0
+    """Seconds until a run that still computes is ended."""
+    idle: float = 3.0
+    """Seconds without any progress on any rank after which the ranks count as deadlocked."""
+    memory_bytes: int = 4 * 2**30
+    """Memory beyond what torch itself takes."""
+    max_processes: int = 64
+
+
+@dataclass(frozen=True)
+class Code:
+    """A submission, in one of three forms: source cells, pickled names, or a trusted module's name."""
+
+    cells: tuple[tuple[str, str], ...] = ()
+    pickled: bytes = b""
+    module: str = ""
+    directory: str = ""
+    """Folder whose other files may be imported."""
+    trusted: bool = False
+    """The course's own code, which may read the reference."""
+    lent: tuple[tuple[str, str], ...] = ()
+    """Modules of the reference that it may import: name and source."""
+
+
+@dataclass
+class RankReport:
+    """How one rank ended."""
+
+    status: str
+    result: Any = None
+    error: dict[str, Any] | None = None
+    events: list[Event] = field(default_factory=list)
+    exit_code: int | None = None
+    stack: str = ""
+    output: str = ""
+    ended_at: float | None = None
+
+
+@dataclass
+class RunReport:
+    """How a run ended: `complete`, or trouble, timeout, idle, memory, processes, lost, fault."""
+
+    ended: str
+    seconds: float
+    ranks: list[RankReport]
+    """By world rank."""
+    reason: str = ""
+    """Of a fault, which is the grader's own."""
+
+
+class Launcher:
+    """Starts ranks. Keep one for many runs: the fork server stays warm.
+
+    Args:
+        isolate: shut the ranks in (see ranks.isolation); raises CannotGradeError where that is impossible.
+        hidden: folders that are empty inside.
+        visible: folders, such as the submission's, that stay readable inside.
+    """
+
+    def __init__(
+        self, isolate: bool = False, hidden: Sequence[Path] = (), visible: Sequence[Path] = ()
+    ) -> None:
+        self.isolate = isolate
+        self._hidden = hidden
+        self._visible = visible
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
+        self._mark = secrets.token_hex(8)
+        self._directory = ""
+        self._preloaded: list[tuple[str, int]] = []
+
+    def run(
+        self,
+        probe: Callable[..., Any] | None,
+        code: Code,
+        arguments: Sequence[Sequence[Any]],
+        *,
+        limits: Limits,
+        world_size: int | None = None,
+        distributed: bool = True,
+        device: str = "cpu",
+        seeds: Sequence[int] | None = None,
+        delay_seed: int | None = None,
+    ) -> RunReport:
+        """Run `probe(rank, *arguments[r])` on the ranks of a group, and wait for how it ends.
+
+        The group is the last `len(arguments)` ranks of the world. Without a probe, the argument is a pickled
+        (function, args).
+        """
+        num_ranks = len(arguments)
+        world_size = world_size or num_ranks
+        group = list(range(world_size - num_ranks, world_size))
+        header = {
+            "world_size": world_size,
+            "group": group,
+            "distributed": distributed,
+            "device": device,
+            "timeout": limits.timeout,
+            "idle": limits.idle,
+            "memory_bytes": limits.memory_bytes,
+            "max_processes": limits.max_processes,
+        }
+        token = secrets.token_bytes(TOKEN_BYTES)
+        order = {
+            "token": token,
+            "probe": by_value(probe) if probe else b"",
+            "pickled": code.pickled,
+            "module": code.module,
+            "cells": [list(cell) for cell in code.cells],
+            "directory": code.directory,
+            "lent": [list(module) for module in code.lent],
+            "labels": [label for label, _ in code.cells],
+            "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
+            "guarded": not code.trusted,
+            "forbidden": [str(ROOT / "solutions"), str(ROOT / "tests")],
+            "delay_seed": delay_seed,
+        }
+        orders = []
+        for world_rank in range(world_size):
+            mine = arguments[world_rank - group[0]] if world_rank in group else ()
+            seed = seeds[world_rank - group[0]] if seeds and world_rank in group else secrets.randbits(31)
+            delay = None if delay_seed is None else delay_seed + world_rank
+            orders.append(plain.encode({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay}))
+        summary, records = self._exchange(header, orders)
+        ranks = [
+            _read_rank(state, record, token) for state, record in zip(summary["ranks"], records, strict=True)
+        ]
+        reason = summary.get("reason", "")
+        return RunReport(_ending(summary["ended"], ranks), summary["seconds"], ranks, reason)
+
+    def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._hand_over(theirs)
+            ours.settimeout(header["timeout"] + 30)
+            try:
+                send_frame(ours, b"H", json.dumps(header).encode())
+                for order in orders:
+                    send_frame(ours, b"P", order)
+                summary = json.loads(receive_frame(ours)[1])
+                if summary["ended"] == "fault":
+                    return _without_an_answer("fault", len(orders), summary["reason"])
+                return summary, [receive_frame(ours)[1] for _ in orders]
+            except (OSError, ValueError):
+                self.close()
+                return _without_an_answer("lost", len(orders))
+
+    def _hand_over(self, end: socket.socket) -> None:
+        with self._lock:
+            if self._server is not None and (
+                self._server.poll() is not None or self._preloaded != _preloaded()
+            ):
+                self._end()  # somebody has killed it, or edited what it has imported
+            if self._server is None:
+                self._start()
+            assert self._control is not None
+            socket.send_fds(self._control, [b"x"], [end.fileno()])
+
+    def _start(self) -> None:
+        reason = why_not() if self.isolate else ""
+        if reason:
+            raise CannotGradeError(f"isolation is not available: {reason}")
+        ours, theirs = socket.socketpair()
+        preloaded = _preloaded()
+        command = [sys.executable, "-P", "-c", FORK_SERVER, str(theirs.fileno())]
+        if self.isolate:
+            python = [Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent]
+            command = isolated_command(command, list(self._hidden), [ROOT, *python, *self._visible])
+        environment = {
+            **{name: value for name, value in os.environ.items() if not (self.isolate and _is_secret(name))},
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MPLBACKEND": "Agg",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            MARK: self._mark,
+        }
+        self._server = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        theirs.close()
+        ready, _, _ = select.select([ours], [], [], 120)
+        answer = ours.recv(4096) if ready else b""
+        if not answer.startswith(b"ready "):
+            ours.close()
+            self._server.kill()
+            message = self._server.stderr.read().decode(errors="replace") if self._server.stderr else ""
+            raise CannotGradeError(f"the rank server did not start: {message.strip() or 'no answer'}")
+        self._control = ours
+        self._preloaded = preloaded
+        self._directory = "" if self.isolate else answer[6:].decode()
+
+    def warm_up(self) -> None:
+        """Start the fork server now."""
+        with self._lock:
+            if self._server is None:
+                self._start()
+
+    def close(self) -> None:
+        """End the fork server and everything below it."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._server is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(2)  # it leaves nothing behind when it ends by itself
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+            if not self.isolate:
+                kill_marked(self._mark)
+                shutil.rmtree(self._directory, ignore_errors=True)
+            if self._server.stderr:
+                self._server.stderr.close()
+        self._server = self._control = None
+
+
+def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[dict[str, Any], list[bytes]]:
+    """What stands for the summary and the records of a run whose keeper is gone, or failed."""
+    ranks = [asdict(RankReport("dead"))] * num_orders
+    return {"ended": ended, "seconds": 0.0, "ranks": ranks, "reason": reason}, [b""] * num_orders
+
+
+def _preloaded() -> list[tuple[str, int]]:
+    """The course's files that the fork server imports for all ranks, as they are now."""
+    return [(path.name, path.stat().st_mtime_ns) for path in sorted((ROOT / "nanogpt").glob("*.py"))]
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY"))
+
+
+def _read_rank(state: dict[str, Any], record: bytes, token: bytes) -> RankReport:
+    """What a rank sent, as plain data. Whatever is not in the grader's own form counts as forged."""
+    events, state["events"] = state["events"], []
+    report = RankReport(**state)
+    try:
+        report.events = [Event.from_plain(event) for event in events]
+        if report.status not in ("done", "failed"):
+            return report
+        if record[:TOKEN_BYTES] != token:
+            raise ValueError("a result that the grader did not write")
+        if report.status == "failed":
+            report.error = _error(json.loads(record[TOKEN_BYTES:]))
+        else:
+            report.result = revive(plain.decode(record[TOKEN_BYTES:]))
+    except Exception as error:
+        report.status, report.error = "forged", {"message": str(error)[:300]}
+    return report
+
+
+def _error(fields: Any) -> dict[str, Any]:
+    frames = [(str(file), int(line or 0), str(name)) for file, line, name in fields.get("frames", [])]
+    return {
+        "type": str(fields["type"]),
+        "message": str(fields["message"]),
+        "frames": frames,
+        "machine": fields.get("machine") is True,
+    }
+
+
+def _ending(ended: str, ranks: list[RankReport]) -> str:
+    if ended == "complete" and any(rank.status != "done" for rank in ranks):
+        return "trouble"
+    return ended
+
+
+_shared: dict[str, Launcher] = {}
+
+
+def shared_launcher() -> Launcher:
+    """The launcher of this process, without isolation: for notebooks, and for tests."""
+    if "launcher" not in _shared:
+        import atexit
+
+        _shared["launcher"] = Launcher()
+        atexit.register(_shared["launcher"].close)
+    return _shared["launcher"]

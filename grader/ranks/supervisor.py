@@ -1,0 +1,404 @@
+"""Keeps one run: forks its ranks, holds the clock and the limits, gathers what they send, leaves nothing.
+
+It runs in a process of its own between the judge and the ranks, never loads a submission, and does not rely
+on any rank's cooperation: what it can not get in time it does without.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+
+from grader.beside.tampering import Guard
+from grader.beside.worker import run_worker
+from grader.ranks.frames import NOT_OURS, FrameBuffer, receive_frame, send_frame
+from grader.ranks.leftovers import remove_abandoned_memory
+
+TICK_SECONDS = 0.03
+TREE_SECONDS = 0.5
+GRACE_SECONDS = 0.25
+LEAST_CPU = 0.015
+"""Seconds of the processor's time that show that somebody computes."""
+WAITING_CPU = 0.02
+"""Share of a processor up to which a rank only waits: gloo's thread looks a hundred times a second."""
+THREADS_PATIENCE = 3
+"""How many times as long a rank may only wait whose other threads compute: gloo's may spin for ever."""
+OUTPUT_LIMIT = 64 * 1024
+EVENT_LIMIT = 20_000
+EVENT_BYTES = 64 * 1024
+
+
+@dataclass
+class RankState:
+    """What is known of one rank."""
+
+    status: str = "running"
+    """running, done (a complete record), failed (it raised), dead (it ended without a word), forged."""
+    error: dict[str, Any] | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    exit_code: int | None = None
+    stack: str = ""
+    """Where it stood when it was stopped, innermost call first, as faulthandler writes it."""
+    output: str = ""
+    ended_at: float | None = None
+    """Seconds since the run began."""
+
+
+@dataclass
+class _Rank:
+    pid: int
+    connection: socket.socket
+    output: BinaryIO
+    dump: BinaryIO
+    state: RankState = field(default_factory=RankState)
+    frames: FrameBuffer = field(default_factory=FrameBuffer)
+    record: bytes = b""
+    released: bool = False
+
+
+def prctl(option: int, value: int) -> None:
+    """Set a process attribute where the system has prctl (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+
+
+def supervise(judge: socket.socket, guard: Guard) -> None:
+    """Serve one run for the judge on the other side of the socket."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_DUMPABLE, 0)  # no rank can read its memory, where the other ranks' orders pass through
+    _, body = receive_frame(judge)
+    header = json.loads(body)
+    began = time.time()
+    directory = Path(tempfile.mkdtemp(prefix="scale-by-hand-"))
+    run = _Run(judge, header, directory, guard)
+    try:
+        run.start()
+        run.watch()
+    finally:
+        run.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+        remove_abandoned_memory(began)
+    run.report()
+
+
+@dataclass
+class _Progress:
+    """When something last spent more of the processor than who only waits."""
+
+    last: float
+    cpu: float = 0.0
+
+    def see(self, cpu: float, now: float, num_ranks: int) -> None:
+        if cpu > self.cpu + max(LEAST_CPU, WAITING_CPU * num_ranks * (now - self.last)):
+            self.last, self.cpu = now, cpu
+
+
+class _Run:
+    def __init__(self, judge: socket.socket, header: dict[str, Any], directory: Path, guard: Guard) -> None:
+        self.judge = judge
+        self.header = header
+        self.directory = directory
+        self.guard = guard
+        self.ranks: list[_Rank] = []
+        self.selector = selectors.DefaultSelector()
+        self.ended = ""
+        self.cpu: dict[int, tuple[float, float]] = {}
+        self.began = time.monotonic()
+        self.base_rss = psutil.Process().memory_info().rss
+
+    def start(self) -> None:
+        """Fork the ranks, then hand each its own order: no rank ever holds another's data."""
+        for world_rank in range(self.header["world_size"]):
+            self.ranks.append(self._fork(world_rank))
+        for rank in self.ranks:
+            _, body = receive_frame(self.judge)
+            send_frame(rank.connection, b"P", body)
+        for rank in self.ranks:
+            rank.connection.setblocking(False)
+            self.selector.register(rank.connection, selectors.EVENT_READ, (rank, self._read_frames))
+            self.selector.register(rank.output, selectors.EVENT_READ, (rank, self._read_output))
+        self.selector.register(self.judge, selectors.EVENT_READ, None)
+
+    def _fork(self, world_rank: int) -> _Rank:
+        ours, theirs = socket.socketpair()
+        read_end, write_end = os.pipe()
+        dump = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (it lives as long as the rank)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                _become_rank(theirs, write_end, dump)
+                _limit(self.header["memory_bytes"], self.directory)
+                run_worker(theirs, world_rank, self.header, self.directory, dump, self.guard)
+            finally:
+                os._exit(0)
+        theirs.close()
+        os.close(write_end)
+        return _Rank(pid, ours, os.fdopen(read_end, "rb", buffering=0), dump)
+
+    def watch(self) -> None:
+        """Listen until every rank has answered, or until something ends the run early."""
+        deadline = self.began + self.header["timeout"]
+        trouble_at, next_look, next_tree = None, self.began, self.began
+        life, threads = _Progress(self.began), _Progress(self.began)
+        while not self.ended:
+            progressed = self._listen()
+            now = time.monotonic()
+            self._reap()
+            states = [rank.state.status for rank in self.ranks]
+            if all(status == "done" for status in states):
+                self.ended = "complete"
+            elif any(status in ("failed", "dead", "forged") for status in states):
+                trouble_at = trouble_at or now
+                if now > trouble_at + GRACE_SECONDS or "running" not in states:
+                    self.ended = "trouble"
+            elif now > deadline:
+                self.ended = "timeout"
+            if progressed:
+                life.last = now
+            if now < next_look:  # every recorded event wakes this process, and looking costs a millisecond
+                continue
+            main_cpu, other_cpu, runnable = self._measure(tree=now >= next_tree)
+            next_look = now + TICK_SECONDS
+            if now >= next_tree:
+                next_tree = now + TREE_SECONDS
+            if runnable:
+                life.last = now
+            life.see(main_cpu, now, len(self.ranks))
+            threads.see(other_cpu, now, len(self.ranks))
+            idle = self.header["idle"]
+            patience = idle * THREADS_PATIENCE if now < threads.last + idle else idle
+            if now > life.last + patience and not self.ended:
+                self.ended = "idle"
+
+    def _listen(self) -> bool:
+        progressed = False
+        for key, _ in self.selector.select(TICK_SECONDS):
+            if key.data is None:
+                self.ended = "cancelled"
+                continue
+            rank, read = key.data
+            progressed |= read(rank)
+        return progressed
+
+    def _read_frames(self, rank: _Rank) -> bool:
+        try:
+            data = rank.connection.recv(1 << 20)
+        except (BlockingIOError, ConnectionError):
+            data = b""
+        if not data:
+            self.selector.unregister(rank.connection)
+            return False
+        try:
+            for kind, body in rank.frames.feed(data):
+                self._take(rank, kind, body)
+        except ValueError as error:
+            self._finish(rank, "forged", {"message": str(error)})
+            self.selector.unregister(rank.connection)
+        return True
+
+    def _take(self, rank: _Rank, kind: bytes, body: bytes) -> None:
+        state = rank.state
+        if kind == b"E":
+            if len(state.events) < EVENT_LIMIT:
+                state.events.append(_read_event(body))
+        elif kind in b"RX" and state.status != "running":
+            self._finish(rank, "forged", {"message": "a rank sent more than one result"})
+        elif kind == b"R":
+            rank.record = body
+            self._finish(rank, "done")
+        elif kind == b"X":
+            rank.record = body
+            self._finish(rank, "failed")
+
+    def _finish(self, rank: _Rank, status: str, error: dict[str, Any] | None = None) -> None:
+        rank.state.status = status
+        rank.state.error = error
+        rank.state.ended_at = time.monotonic() - self.began
+
+    def _read_output(self, rank: _Rank) -> bool:
+        data = rank.output.read(1 << 16)
+        if not data:
+            self.selector.unregister(rank.output)
+            return False
+        room = OUTPUT_LIMIT - len(rank.state.output)
+        if room > 0:
+            rank.state.output += data.decode(errors="replace")[:room]
+        return False
+
+    def _reap(self) -> None:
+        """Notice ranks that ended. Their last words may still be on the way: those are read first."""
+        for rank in self.ranks:
+            if rank.state.exit_code is None:
+                pid, status = os.waitpid(rank.pid, os.WNOHANG)
+                if pid:
+                    rank.state.exit_code = os.waitstatus_to_exitcode(status)
+            if rank.state.exit_code is not None and rank.state.status == "running":
+                while rank.connection in _registered(self.selector) and self._read_frames(rank):
+                    pass
+                if rank.state.status == "running":
+                    self._finish(rank, "dead")
+
+    def _measure(self, tree: bool) -> tuple[float, float, bool]:
+        """CPU seconds of main threads and of others, and whether one could run; a limit passed ends the run.
+
+        A rank that has answered only waits for its peers. What it still spends is no progress: gloo's thread
+        may spin for ever on a message whose handle was dropped.
+        """
+        runnable, rss = False, 0
+        answered = {r.pid for r in self.ranks if r.state.status == "done"}
+        processes = (
+            _descendants()
+            if tree
+            else _processes(rank.pid for rank in self.ranks if rank.state.exit_code is None)
+        )
+        if len(processes) > self.header["max_processes"]:
+            self.ended = "processes"
+            return 0.0, 0.0, True
+        for process in processes:
+            try:
+                with process.oneshot():
+                    if process.pid not in answered:
+                        self.cpu[process.pid] = _cpu_seconds(process)
+                        runnable |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+                    rss += max(process.memory_info().rss - self.base_rss, 0)
+            except psutil.Error:
+                continue
+        if rss > self.header["memory_bytes"]:
+            self.ended = "memory"
+        mains, others = zip(*self.cpu.values(), strict=True) if self.cpu else ((), ())
+        return sum(mains), sum(others), runnable
+
+    def stop(self) -> None:
+        """Ask every unfinished rank where it stands, then end every process below this one."""
+        asked = [r for r in self.ranks if r.state.status == "running" and r.state.exit_code is None]
+        if self.ended in ("timeout", "idle", "trouble"):
+            for rank in asked:
+                os.kill(rank.pid, signal.SIGUSR1)
+            time.sleep(0.1 if asked else 0)
+            self._listen()
+        for rank in self.ranks:
+            rank.dump.seek(0)
+            rank.state.stack = rank.dump.read(OUTPUT_LIMIT).decode(errors="replace")
+        for rank in self.ranks:  # at one blow, also what forks faster than it can be counted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+        for rank in self.ranks:
+            if rank.state.exit_code is None:
+                os.kill(rank.pid, signal.SIGKILL)  # wherever it has gone: it is not reaped, so it is this one
+                os.waitpid(rank.pid, 0)
+        for _ in range(200):
+            below = _descendants()
+            if not below:
+                break
+            for process in below:
+                _kill(process)
+            _reap_all()
+            time.sleep(0.002)
+
+    def report(self) -> None:
+        """Tell the judge everything, as plain data."""
+        states = [asdict(rank.state) for rank in self.ranks]
+        seconds = time.monotonic() - self.began
+        summary = {"ended": self.ended, "seconds": seconds, "ranks": states}
+        self.judge.setblocking(True)
+        send_frame(self.judge, b"S", json.dumps(summary).encode())
+        for rank in self.ranks:
+            send_frame(self.judge, b"R", rank.record)
+
+
+def _read_event(body: bytes) -> Any:
+    if len(body) > EVENT_BYTES:
+        raise ValueError(NOT_OURS)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError(NOT_OURS) from None
+
+
+def _become_rank(connection: socket.socket, output: int, dump: BinaryIO) -> None:
+    """Leave the supervisor's world: a process group, and no inherited descriptor but the rank's own."""
+    os.setpgid(0, 0)
+    prctl(PR_SET_DUMPABLE, 1)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    keep = {0, 1, 2, connection.fileno(), dump.fileno()}
+    for name in os.listdir("/dev/fd"):
+        if int(name) not in keep:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+
+
+def _limit(memory_bytes: int, directory: Path) -> None:
+    """No core files, no file larger than the memory limit; temporary files go where they are removed."""
+    for kind, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, memory_bytes)):
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+
+
+def _registered(selector: selectors.BaseSelector) -> set[Any]:
+    return {key.fileobj for key in selector.get_map().values()}
+
+
+def _descendants() -> list[psutil.Process]:
+    try:
+        return psutil.Process().children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _processes(pids: Iterable[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:
+    """Of the main thread and of the others; where the system does not tell, all is the main thread's."""
+    times = process.cpu_times()
+    total = times.user + times.system
+    threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+    main = threads.get(process.pid, total)
+    return main, total - main
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.Error:
+        return
+
+
+def _reap_all() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return

@@ -1,0 +1,11 @@
+"""What lesson 03 grades: a checkpoint, its use on a GPT's blocks and attention, the best length of a group.
+
+The checks of each exercise are in a file of their own. They run in the order in which they are imported.
+"""
+
+# isort: off
+from . import checkpoint  # noqa: F401
+from . import blocks  # noqa: F401
+from . import segments  # noqa: F401
+from . import attention  # noqa: F401
+from . import watched  # noqa: F401

@@ -1,0 +1,115 @@
+"""What the checks compute with: functions and models that write down how they are run."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from grader.checks import Trial, is_close
+from nanogpt.model import GPT, GPTConfig, PlainAttention
+
+STATE_BYTES = 12_000
+"""What one checkpoint may keep besides tensors of the model: random states, of about 5,000 bytes each."""
+
+
+class Layers(nn.Module):
+    """Two linear layers, wide in between, with dropout. Writes down every call."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(describe_call(x.device.type))
+        return self.down(self.dropout(nn.functional.gelu(self.up(x))))
+
+
+def describe_call(device: str) -> dict[str, Any]:
+    """Under which circumstances the code that calls this runs."""
+    frame, by_torch = sys._getframe(1), False
+    while frame is not None:
+        by_torch = by_torch or frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
+        frame = frame.f_back
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
+    return {"by_torch": by_torch, "autocast": autocast}
+
+
+def checkpoint_of(rank: Any, how: str) -> Callable[..., Tensor]:
+    """The submission's `checkpoint`, or what a probe compares it with."""
+    ways = {"plain": lambda function, *inputs: function(*inputs)}
+    ways |= {told: partial(forgetful, told == STATE_KEPT) for told in ANOTHER_MASK}
+    return ways.get(how) or rank.submission.checkpoint
+
+
+STATE_KEPT = "another mask, state kept"
+ANOTHER_MASK = ("another mask", STATE_KEPT)
+"""What probes call checkpoints whose second call draws random numbers of its own."""
+
+
+def forgetful(keep_state: bool, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """A checkpoint that does not set the random state back, to tell what that slip looks like."""
+    contexts = (
+        nullcontext(),
+        torch.random.fork_rng(range(torch.cuda.device_count())) if keep_state else nullcontext(),
+    )
+    return torch_checkpoint(
+        function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
+    )
+
+
+def close_by_name(
+    trial: Trial,
+    names: dict[str, str],
+    actual: dict[str, Tensor | None],
+    expected: dict[str, Tensor],
+    slips: dict[str, Callable[[], dict[str, Tensor]]],
+    help: str,
+) -> None:
+    """Require tensors to be equal. `slips` compute those of known mistakes, once one differs.
+
+    Args:
+        names: name of a tensor → how the learner reads it.
+    """
+    given = {name: actual[name] for name in names}
+    if not all(isinstance(g, Tensor) and is_close(g, expected[name]) for name, g in given.items()):
+        known = {told: compute() for told, compute in slips.items()}
+        for name, told in names.items():
+            alternatives = {cause: tensors[name] for cause, tensors in known.items()}
+            trial.close(told, given[name], expected[name], alternatives=alternatives, help=help)
+
+
+def build(make: Callable[[], Any], seed: int, device: torch.device) -> Any:
+    """What `make` makes with the weights that this seed gives."""
+    torch.manual_seed(seed)
+    return make().to(device)
+
+
+def gradients(module: nn.Module | dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Clones of all gradients by name; None where there is none. A model whose names may change is a dict."""
+    named = module if isinstance(module, dict) else dict(module.named_parameters())
+    return {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
+
+
+def gpt(config: GPTConfig, plain_attention: bool) -> GPT:
+    """A GPT, on request with the core of attention as four plain operations."""
+    model = GPT(config)
+    if plain_attention:
+        for block in model.transformer.h:
+            block.attn.core = PlainAttention(config.dropout)
+    return model
+
+
+class Log:
+    """Which block began to compute, in order; the first norm of a block is the first thing it runs."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        self.entries: list[int] = []
+        for i, block in enumerate(blocks):
+            block.ln_1.register_forward_pre_hook(lambda *_, i=i: self.entries.append(i))

@@ -1,0 +1,106 @@
+"""Checks of `best_segment_length`: the length of a group for which the fewest bytes are alive at once."""
+
+import math
+
+from grader.checks import Answers, Trial, check, compare_answers, exercise
+
+exercise(
+    "best_segment_length",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "Write the bytes as a function of k, and try k = 1, 2, ..., num_blocks.",
+        "ceil(a / b) of whole numbers is -(-a // b). min(candidates, key=...) returns the first of equals.",
+    ),
+)
+
+
+def most_bytes(num_blocks: int, block_bytes: int, boundary_bytes: int, k: int) -> int:
+    return -(-num_blocks // k) * boundary_bytes + k * block_bytes
+
+
+def truth(num_blocks: int, block_bytes: int, boundary_bytes: int) -> int:
+    sizes = (most_bytes(num_blocks, block_bytes, boundary_bytes, k) for k in range(1, num_blocks + 1))
+    best, at = math.inf, 0
+    for k, size in enumerate(sizes, start=1):
+        if size < best:
+            best, at = size, k
+    return at
+
+
+def ask(trial: Trial) -> Answers:
+    calls = [
+        (1, 100, 1),
+        (1, 1, 100),
+        (12, 1, 0),
+        (12, 0, 1),
+        (9, 7, 7),
+        (16, 5, 5),
+        (12, 100, 1),
+        (12, 1, 100),
+    ]
+    calls += [(trial.integer(2, 60), trial.integer(1, 40), trial.integer(1, 400)) for _ in range(60)]
+    calls += [
+        (k * (k + 1), c, c) for k in range(1, 7) for c in (trial.integer(1, 90),)
+    ]  # k and k+1 are equal
+    calls += [(trial.integer(2, 30), 0, 0)]
+    calls += [(n, 2**20 * trial.integer(20, 70), 2**20 * trial.integer(1, 9)) for n in (12, 24, 48, 96)]
+    return Answers(trial, "best_segment_length", calls, truth)
+
+
+def ties(num_blocks: int, block_bytes: int, boundary_bytes: int) -> list[int]:
+    """All lengths that are equally good."""
+    arguments = (num_blocks, block_bytes, boundary_bytes)
+    least = most_bytes(*arguments, truth(*arguments))
+    return [k for k in range(1, num_blocks + 1) if most_bytes(*arguments, k) == least]
+
+
+def first_of(num_blocks: int, candidates: object, key: object) -> int:
+    return min((k for k in candidates if 1 <= k <= num_blocks), key=key)
+
+
+def slips(n: int, block: int, boundary: int) -> dict[str, float]:
+    every = range(1, n + 1)
+    root = math.sqrt(n * boundary / block) if block else n
+    return {
+        "the last groups are forgotten: n/k is rounded down where it does not divide": first_of(
+            n, every, lambda k: n // k * boundary + k * block
+        ),
+        "n/k is not rounded up: the group that is shorter has an input too": first_of(
+            n, every, lambda k: n / k * boundary + k * block
+        ),
+        "only lengths that divide num_blocks were tried": first_of(
+            n, [k for k in every if n % k == 0], lambda k: most_bytes(n, block, boundary, k)
+        ),
+        "this is the number of groups, or block and boundary have changed places": first_of(
+            n, every, lambda k: -(-n // k) * block + k * boundary
+        ),
+        "this is the square root of num_blocks: right where a block keeps as much as a boundary": round(
+            math.sqrt(n)
+        ),
+        "the best real number, rounded: the bytes are a staircase, so try the whole numbers": min(
+            max(round(root), 1), n
+        ),
+    }
+
+
+@check("best_segment_length")
+def length_needs_the_fewest_bytes(trial: Trial) -> None:
+    """It is the length k for which ceil(L/k)·boundary_bytes + k·block_bytes is smallest."""
+    answers = trial.once(ask)
+    help = "Compute the bytes for every k from 1 to num_blocks, and take the best."
+    compare_answers(trial, answers, slips=slips, help=help, where=lambda *call: len(ties(*call)) == 1)
+
+
+@check("best_segment_length")
+def smallest_of_equals(trial: Trial) -> None:
+    """Of lengths that need equally many bytes, it is the smallest."""
+    answers = trial.once(ask)
+    largest = {"this is the largest of the equally good lengths": lambda *call: ties(*call)[-1]}
+    compare_answers(
+        trial,
+        answers,
+        slips=lambda *call: {text: pick(*call) for text, pick in largest.items()} | slips(*call),
+        help="A shorter group is computed again in smaller pieces: prefer it. min() returns the first.",
+        where=lambda *call: len(ties(*call)) > 1,
+    )

@@ -1,0 +1,343 @@
+"""Checks of `accumulate_gradients`: the gradient and the loss of one pass, whatever the batch looks like."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise, is_close
+from nanogpt.model import GPTConfig
+
+from .models import Part, build, counted, draw_config, gradients, weighted
+
+exercise(
+    "accumulate_gradients",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "backward() adds to .grad: call it once for each micro-batch. Tensor.tensor_split cuts rows, also "
+        "where they do not divide.",
+        "The batch's loss is a sum over its C counted targets, divided by C. A micro-batch with C_j counted "
+        "targets reports its own mean L_j. Write the batch's loss with C, C_j and L_j.",
+        "Count C before the loop. Then (L_j · C_j / C).backward() for each micro-batch. Where C_j is 0, "
+        "L_j is 0/0: that micro-batch must not reach the loss that you return.",
+    ),
+)
+
+
+@dataclass
+class Case:
+    """One call of the learner's function."""
+
+    config: GPTConfig
+    seed: int
+    inputs: Tensor
+    targets: Tensor
+    num_microbatches: int
+    training: bool = True
+    before: dict[str, Tensor] | None = None
+    """What stands in `.grad` before the call."""
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        counts = f", {counted(self.targets)} of {self.targets.numel()} targets counted"
+        return f"with b={len(self.inputs)} and num_microbatches={self.num_microbatches}{counts}"
+
+
+def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The probe: what a call leaves behind, and what the model saw meanwhile."""
+    results = []
+    for case in cases:
+        model = build(GPTConfig(**case["config"]), case["seed"]).to(rank.device)
+        model.train(case["training"])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in case["frozen"])
+            if case["before"]:
+                parameter.grad = case["before"][name].clone()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        rows, modes = [], []
+        drop = model.transformer.drop
+        model.transformer.wte.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
+        drop.register_forward_pre_hook(lambda module, _, modes=modes: modes.append(module.training))
+        inputs, targets = case["inputs"].clone(), case["targets"].clone()
+        rank.seed(case["seed"])
+        loss = rank.submission.accumulate_gradients(model, inputs, targets, case["num_microbatches"])
+        is_tensor = isinstance(loss, Tensor)
+        results.append(
+            {
+                "loss": loss.detach() if is_tensor else loss,
+                "attached": is_tensor and loss.requires_grad,
+                "gradients": gradients(model),
+                "rows": rows,
+                "modes": modes,
+                "modes after": [module.training for module in model.modules()],
+                "unchanged": {
+                    "inputs": torch.equal(inputs, case["inputs"]),
+                    "targets": torch.equal(targets, case["targets"]),
+                    "weights": all(torch.equal(weights[name], p) for name, p in model.named_parameters()),
+                    "requires_grad": all(
+                        p.requires_grad == (name not in case["frozen"])
+                        for name, p in model.named_parameters()
+                    ),
+                },
+            }
+        )
+    return results
+
+
+def observe(trial: Trial, cases: list[Case]) -> list[tuple[Case, dict[str, Any]]]:
+    plain = [{**vars(case), "config": vars(case.config)} for case in cases]
+    return list(zip(cases, trial.run(call, plain)[0], strict=True))
+
+
+# --- what is asked ---
+
+
+def batch(trial: Trial, rows: int, num_microbatches: int, **rest: Any) -> Case:
+    """A batch of which every target counts."""
+    config = rest.pop("config", None) or draw_config(trial)
+    length = trial.integer(6, config.block_size)
+    inputs, targets = (trial.tokens(config.vocab_size, rows, length) for _ in range(2))
+    return Case(config, trial.seed(), inputs, targets, num_microbatches, **rest)
+
+
+def ignoring(trial: Trial, case: Case, empty_rows: Iterable[int] = ()) -> Case:
+    """The same with ignored targets: few count in some rows, most in others, and none in `empty_rows`."""
+    targets = case.targets.clone()
+    rows, length = targets.shape
+    shares = [0.15, 0.9] + [trial.rng.random() for _ in range(rows - 2)]
+    for r, share in enumerate(sorted(shares)):
+        ignored = trial.rng.sample(range(length), length - max(1, round(share * length)))
+        targets[r, ignored] = -1
+    targets[list(empty_rows)] = -1
+    return replace(case, targets=targets)
+
+
+# --- what is true, and what known slips make of it ---
+
+
+def split(case: Case, chunk: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """The micro-batches."""
+    cut = torch.chunk if chunk else torch.tensor_split
+    parts = (cut(tensor, case.num_microbatches) for tensor in (case.inputs, case.targets))
+    return list(zip(*parts, strict=True))
+
+
+def slips(case: Case) -> dict[str, list[Part]]:
+    """Sentence → the parts and weights that this slip adds up."""
+    k, every = case.num_microbatches, counted(case.targets)
+    parts = split(case)
+    some = [(rows, goals) for rows, goals in parts if counted(goals)]
+    whole = len(case.inputs) // k
+    length = case.targets.size(1)
+    found = {
+        "the mean of the micro-batches' means: targets in a micro-batch where few count weigh too much": [
+            (rows, goals, 1 / k) for rows, goals in some
+        ],
+        "the mean of the means of those micro-batches that count any targets": [
+            (rows, goals, 1 / len(some)) for rows, goals in some
+        ],
+        "each micro-batch weighs by its sequences, not by the targets that count": [
+            (rows, goals, len(rows) / len(case.inputs)) for rows, goals in some
+        ],
+        "the sum of the micro-batches' means: each has to be weighed": [
+            (rows, goals, 1.0) for rows, goals in some
+        ],
+        "the sum over all counted targets: it is not divided by their number": [
+            (case.inputs, case.targets, float(every))
+        ],
+        "it is divided by all b·s targets, also by those that do not count": [
+            (case.inputs, case.targets, every / case.targets.numel())
+        ],
+        "the last micro-batch alone": [(*some[-1], 1.0)],
+        "the last micro-batch's part alone": [(*some[-1], counted(some[-1][1]) / every)],
+        "the batch is cut along the sequence: a micro-batch is whole sequences": [
+            (rows, goals, counted(goals) / every)
+            for rows, goals in zip(
+                case.inputs.tensor_split(k, dim=1), case.targets.tensor_split(k, dim=1), strict=True
+            )
+            if counted(goals)
+        ]
+        if k <= length
+        else [],
+    }
+    kept = [(case.inputs[i * whole :][:whole], case.targets[i * whole :][:whole]) for i in range(k)]
+    if whole * k < len(case.inputs):
+        kept_count, left = sum(counted(goals) for _, goals in kept), len(case.inputs) - whole * k
+        dropped = {
+            f"the last {left} of {len(case.inputs)} sequences were left out": kept_count,
+            "sequences beyond k · (b // k) were left out, and still counted in the mean": every,
+        }
+        for text, divisor in dropped.items():
+            found[text] = [(rows, goals, counted(goals) / divisor) for rows, goals in kept if counted(goals)]
+        chunks = split(case, chunk=True)
+        found["the mean of the means of micro-batches whose sizes differ"] = [
+            (rows, goals, 1 / len(chunks)) for rows, goals in chunks if counted(goals)
+        ]
+    return found
+
+
+def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help: str) -> None:
+    """Loss and gradients are those of one pass over the whole batch."""
+    for case, result in seen:
+        loss, added = weighted(case.config, case.seed, [(case.inputs, case.targets, 1.0)])
+        before = {name: value.double() for name, value in (case.before or {}).items()}
+        expected = {
+            name: before.get(name, 0.0) + truth for name, truth in added.items() if name not in case.frozen
+        }
+        right = all(agree(result["gradients"][name], truth) for name, truth in expected.items())
+        wrong = {} if right and agree(result["loss"], loss) else slips(case)  # they take time to compute
+        found = {text: weighted(case.config, case.seed, parts) for text, parts in wrong.items()}
+        factors = {
+            "the number of micro-batches": float(case.num_microbatches),
+            "the number of counted targets": float(counted(case.targets)),
+        }
+        for name, truth in expected.items():
+            alternatives = {text: before.get(name, 0.0) + total[name] for text, (_, total) in found.items()}
+            trial.close(
+                f"{case.told}: the gradient of {name}",
+                result["gradients"][name],
+                truth,
+                alternatives=alternatives | kept_slips(case, name, added[name]),
+                factors=factors,
+                help=help,
+            )
+        trial.close(
+            f"{case.told}: the loss that is returned",
+            result["loss"],
+            loss,
+            alternatives={text: total for text, (total, _) in found.items()},
+            factors=factors,
+            help=help,
+        )
+
+
+def agree(actual: Any, expected: Tensor) -> bool:
+    return isinstance(actual, Tensor) and is_close(actual, expected)
+
+
+def kept_slips(case: Case, name: str, added: Tensor) -> dict[str, Tensor]:
+    """What becomes of a gradient that was there before, when it is not left alone."""
+    if case.before is None:
+        return {}
+    before = case.before[name].double()
+    found = {"what stood in .grad before is gone: add to it, as backward does": added, "nothing came": before}
+    divisors = {"num_microbatches": case.num_microbatches, "the counted targets": counted(case.targets)}
+    for text, divisor in divisors.items():
+        found[f"what stood in .grad before was divided by {text}, too"] = before / divisor + added
+    return found
+
+
+# --- the checks ---
+
+
+def observe_even(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
+    return observe(trial, [batch(trial, 6, 3), batch(trial, 4, 4), batch(trial, 5, 1)])
+
+
+def observe_uneven(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
+    cases = [ignoring(trial, batch(trial, *sizes)) for sizes in ((6, 2), (6, 3), (5, 5), (4, 1))]
+    return observe(trial, cases)
+
+
+def observe_empty(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
+    """Of three micro-batches the first, the middle or the last one counts no target."""
+    cases = [ignoring(trial, batch(trial, 6, 3), empty_rows=(2 * place, 2 * place + 1)) for place in range(3)]
+    return observe(trial, cases)
+
+
+def observe_ragged(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
+    cases = [batch(trial, 7, 3), batch(trial, 5, 4), ignoring(trial, batch(trial, 8, 3))]
+    return observe(trial, cases)
+
+
+def observe_kept(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
+    cases = []
+    for case in (batch(trial, 6, 3), ignoring(trial, batch(trial, 6, 2)), batch(trial, 3, 1)):
+        parameters = build(case.config, case.seed).named_parameters()
+        cases.append(replace(case, before={name: trial.normal(*p.shape) for name, p in parameters}))
+    return observe(trial, cases)
+
+
+def observe_modes(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
+    config = draw_config(trial, dropout=0.2)
+    frozen = ("transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight")
+    plain = ignoring(trial, batch(trial, 6, 3, config=config))
+    return observe(trial, [plain, replace(plain, training=False, frozen=frozen)])
+
+
+@check("accumulate_gradients")
+def gradient_of_the_whole_batch(trial: Trial) -> None:
+    """Where all targets count and b divides by k, loss and .grad are those of one pass over the batch."""
+    help = "Each micro-batch's loss is a mean over its own targets: how much of the batch's mean is it?"
+    require_one_pass(trial, trial.once(observe_even), help)
+
+
+@check("accumulate_gradients")
+def every_counted_target_weighs_the_same(trial: Trial) -> None:
+    """With ignored targets (-1), few in one micro-batch and many in another, they are those of one pass."""
+    help = "Weigh each micro-batch by its share of the counted targets of the whole batch."
+    require_one_pass(trial, trial.once(observe_uneven), help)
+
+
+@check("accumulate_gradients")
+def a_microbatch_may_count_nothing(trial: Trial) -> None:
+    """A micro-batch whose targets are all ignored, the first, a middle or the last one, adds nothing."""
+    help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum, or work with sums of losses."
+    require_one_pass(trial, trial.once(observe_empty), help)
+
+
+@check("accumulate_gradients")
+def batches_that_do_not_divide(trial: Trial) -> None:
+    """Where b does not divide by k, every sequence still counts, and as much as every other."""
+    help = "Micro-batches differ in size here: Tensor.tensor_split cuts so, and counting targets weighs them."
+    require_one_pass(trial, trial.once(observe_ragged), help)
+
+
+@check("accumulate_gradients")
+def gradients_are_added_to(trial: Trial) -> None:
+    """What stood in .grad before the call stays, and the batch's gradient is added to it."""
+    help = "No zero_grad here, and nothing that scales .grad as a whole: the caller may have put it there."
+    require_one_pass(trial, trial.once(observe_kept), help)
+
+
+@check("accumulate_gradients")
+def loss_is_detached(trial: Trial) -> None:
+    """The returned loss is a tensor without a graph behind it."""
+    for case, result in trial.once(observe_even):
+        trial.require(
+            not result["attached"],
+            f"{case.told}: the returned loss requires a gradient",
+            help="Add up loss.detach(): a loss with its graph keeps things alive that nobody needs.",
+        )
+        trial.require(
+            isinstance(result["loss"], Tensor),
+            f"{case.told}: a {type(result['loss']).__name__} is returned, not a tensor",
+            help="Return a tensor of shape (): turning it into a number would make a GPU wait.",
+        )
+
+
+@check("accumulate_gradients")
+def model_and_batch_are_left_alone(trial: Trial) -> None:
+    """Inputs, targets, weights and training mode are after the call what they were before, and during it."""
+    for case, result in trial.once(observe_modes):
+        mode = "training" if case.training else "evaluation"
+        for name, same in result["unchanged"].items():
+            trial.require(same, f"{name} changed during the call", help="Only .grad may change.")
+        for when, modes in (("during", result["modes"]), ("after", result["modes after"])):
+            message = f"the model was in {mode} mode before the call, and not {when} it"
+            trial.require(set(modes) <= {case.training}, message, help="train() and eval() are the caller's.")
+
+
+@check("accumulate_gradients")
+def frozen_parameters_keep_none(trial: Trial) -> None:
+    """A frozen parameter (requires_grad False) gets no gradient, and the others get theirs."""
+    for case, result in trial.once(observe_modes):
+        for name in case.frozen:
+            message = f"{name} (requires_grad False) got a gradient"
+            trial.require(result["gradients"][name] is None, message, help="backward() leaves it at None.")
+    case, result = trial.once(observe_modes)[1]  # evaluation mode: no dropout, so one pass can be compared
+    require_one_pass(trial, [(case, result)], "Frozen parameters change nothing for the others.")

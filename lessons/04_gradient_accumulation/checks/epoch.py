@@ -1,0 +1,385 @@
+"""Checks of `train_epoch` (find the bug): an epoch's steps, each on all counted targets of its group."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from grader.checks import Trial, check, exercise, is_close
+from nanogpt.model import GPT, GPTConfig
+
+from .models import build, counted
+
+Batches = list[tuple[Tensor, Tensor]]
+
+exercise(
+    "train_epoch",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "Go through an epoch of five micro-batches with accumulate=2, line by line. How often does each line "
+        "run, and how often should it?",
+        "To weigh a micro-batch you must know all counted targets of its group before its backward: take the "
+        "micro-batches `accumulate` at a time. The last slice may be shorter.",
+        "Inside the inner loop: forward, weighted loss, backward. After it, once a group: clip, step, "
+        "scheduler.",
+    ),
+)
+
+NORM, RATE, DECAY = 1.0, 0.05, 0.7
+
+
+def make(config: GPTConfig, seed: int, sharpness: float) -> GPT:
+    """A GPT whose gradients are small, or with a large `sharpness` so large that they are clipped."""
+    model = build(config, seed)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.mul_(sharpness)
+        model.lm_head.weight.mul_(max(1.0, sharpness))
+    return model
+
+
+def tools(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return optimizer, LambdaLR(optimizer, lambda step: DECAY**step)
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    """All gradients, end to end."""
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+    ).clone()
+
+
+def train(
+    rank: Any,
+    config: dict[str, Any],
+    seed: int,
+    sharpness: float,
+    batches: Batches,
+    accumulate: int,
+    num_epochs: int = 1,
+) -> dict[str, Any]:
+    """The probe: what the optimizer found at each of its steps, and what the epochs left behind."""
+    model = make(GPTConfig(**config), seed, sharpness).to(rank.device)
+    optimizer, scheduler = tools(model)
+    steps: list[dict[str, Any]] = []
+    shapes: list[tuple[int, ...]] = []
+    losses = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        steps.append({"gradient": gradient_of(model), "rate": optimizer.param_groups[0]["lr"]})
+
+    optimizer.register_step_pre_hook(look)
+    model.transformer.wte.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    for _ in range(num_epochs):
+        given = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+        found = rank.submission.train_epoch(model, optimizer, scheduler, given, accumulate)
+        losses.append([float(loss) for loss in found])
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"steps": steps, "losses": losses, "weights": weights, "shapes": shapes}
+
+
+def measure(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> list[Any]:
+    """The probe: peak bytes of the largest micro-batch alone, and of an epoch with all in one group."""
+    recordings = []
+    largest = max(batches, key=lambda pair: pair[0].numel())
+    for whole in (False, True):
+        model = make(GPTConfig(**config), seed, 1.0).to(rank.device)
+        optimizer, scheduler = tools(model)
+        with rank.record(memory=True) as recording:
+            if whole:
+                rank.submission.train_epoch(model, optimizer, scheduler, batches, len(batches))
+            else:
+                logits, loss = model(*largest)
+                loss.backward()
+                del logits, loss
+        recordings.append(recording)
+    return recordings
+
+
+# --- what is asked, and what is true ---
+
+
+@dataclass
+class Slip:
+    """One way of running the epoch; without arguments, the right one."""
+
+    weigh: str = "targets"
+    clip_each: bool = False
+    clip: bool = True
+    zero: bool = True
+
+
+def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float, even: bool = False) -> Any:
+    """Micro-batches of other shapes with other counts; `even`: all alike, and every target counts."""
+    config = GPTConfig(
+        block_size=12, vocab_size=trial.integer(19, 29), n_layer=1, n_head=2, n_embd=8, bias=False
+    )
+    batches = []
+    for i in range(num_microbatches):
+        rows, length = (3, 9) if even else ((1, 3, 2)[i % 3], trial.integer(8, 11) + i % 2)
+        inputs, targets = (trial.tokens(config.vocab_size, rows, length) for _ in range(2))
+        if not even:
+            share = 0.1 if i % 2 else 0.8  # few count in every other one
+            ignored = [j for j in range(1, targets.numel()) if trial.rng.random() > share]
+            targets.view(-1)[ignored] = -1
+        batches.append((inputs, targets))
+    return SimpleNamespace(
+        config=config, seed=trial.seed(), sharpness=sharpness, batches=batches, accumulate=accumulate
+    )
+
+
+def groups(case: Any) -> Iterator[Batches]:
+    for first in range(0, len(case.batches), case.accumulate):
+        yield case.batches[first : first + case.accumulate]
+
+
+def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> float:
+    """The weight of a micro-batch's mean."""
+    every = sum(counted(each) for _, each in group)
+    size = sum(each.numel() for _, each in group)
+    return {
+        "targets": counted(goals) / every,
+        "means": 1 / len(group),
+        "accumulate": 1 / accumulate,
+        "size": goals.numel() / size,
+        "not at all": 1.0,
+    }[slip.weigh]
+
+
+def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNamespace:
+    """Gradients, losses and rates of the steps, in float64; what a slip would make of them."""
+    slip = slip or Slip()
+    model = make(case.config, case.seed, case.sharpness).double()
+    optimizer, scheduler = tools(model)
+    seen = SimpleNamespace(gradients=[], losses=[], rates=[], weights=None)
+    for _ in range(num_epochs):
+        seen.losses.append([])
+        for group in groups(case):
+            if slip.zero:
+                optimizer.zero_grad()
+            total = 0.0
+            for inputs, goals in group:
+                loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
+                loss.backward()
+                total += loss.item()
+                if slip.clip_each:
+                    nn.utils.clip_grad_norm_(model.parameters(), NORM)
+            if slip.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), NORM)
+            seen.gradients.append(gradient_of(model))
+            seen.rates.append(optimizer.param_groups[0]["lr"])
+            seen.losses[-1].append(total)
+            optimizer.step()
+            scheduler.step()
+    seen.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return seen
+
+
+SLIPS = {
+    "the mean of the micro-batches' means, where their counted targets differ": Slip(weigh="means"),
+    "each loss divided by accumulate: that is not what a micro-batch is of its group": Slip(
+        weigh="accumulate"
+    ),
+    "each micro-batch weighs by its b·s targets, not by those that count": Slip(weigh="size"),
+    "the sum of the micro-batches' means": Slip(weigh="not at all"),
+    "clipped after every micro-batch: what came first is clipped again and again": Slip(clip_each=True),
+    "the mean of means, clipped after every micro-batch": Slip(weigh="means", clip_each=True),
+    "each loss divided by accumulate, and clipped after every micro-batch": Slip(
+        weigh="accumulate", clip_each=True
+    ),
+    "not clipped": Slip(clip=False),
+    "no zero_grad: the gradients of the steps before are still there": Slip(zero=False),
+}
+
+
+def observe(trial: Trial, case: Any, num_epochs: int = 1) -> SimpleNamespace:
+    arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate, num_epochs)
+    result = trial.run(train, *arguments)[0]
+    return SimpleNamespace(case=case, result=result, expected=epochs(case, num_epochs), num_epochs=num_epochs)
+
+
+def told(case: Any) -> str:
+    return f"{len(case.batches)} micro-batches, accumulate={case.accumulate}"
+
+
+def require_count(trial: Trial, seen: SimpleNamespace, help: str) -> None:
+    """As many optimizer steps as groups."""
+    steps, expected = len(seen.result["steps"]), len(seen.expected.gradients)
+    plural = "s" if seen.num_epochs > 1 else ""
+    what = f"{told(seen.case)}, {seen.num_epochs} epoch{plural}"
+    trial.require(
+        steps == expected, f"{what}: the optimizer took {steps} steps, expected {expected}", help=help
+    )
+
+
+def require_gradients(trial: Trial, seen: SimpleNamespace, help: str) -> None:
+    """What stood in `.grad` at each step."""
+    pairs = list(zip(seen.result["steps"], seen.expected.gradients, strict=False))
+    right = all(is_close(step["gradient"], expected) for step, expected in pairs)
+    slips = {} if right else SLIPS  # they take time to compute
+    wrong = {text: epochs(seen.case, seen.num_epochs, slip).gradients for text, slip in slips.items()}
+    for i, (step, expected) in enumerate(pairs):
+        trial.close(
+            f"{told(seen.case)}: the gradient at step {i + 1}",
+            step["gradient"],
+            expected,
+            alternatives={text: gradients[i] for text, gradients in wrong.items()},
+            factors={"accumulate": float(seen.case.accumulate)},
+            help=help,
+        )
+
+
+def require_rates(trial: Trial, seen: SimpleNamespace, help: str) -> None:
+    """The learning rate at each step."""
+    rates = [step["rate"] for step in seen.result["steps"]]
+    every = seen.case.accumulate
+    slips = {
+        "the scheduler moves on with every micro-batch": [every * (i + 1) - 1 for i in range(len(rates))],
+        "the scheduler moves on with every micro-batch, after the step": [
+            every * i for i in range(len(rates))
+        ],
+        "the scheduler never moves": [0] * len(rates),
+        "the scheduler does not move on after the shorter group at the end": [
+            i - i // len(seen.expected.losses[0]) for i in range(len(rates))
+        ],
+    }
+    trial.close(
+        f"{told(seen.case)}: the row of learning rates at the steps",
+        torch.tensor(rates, dtype=torch.float64),
+        torch.tensor(seen.expected.rates, dtype=torch.float64),
+        alternatives={
+            text: torch.tensor([RATE * DECAY**moves for moves in row], dtype=torch.float64)
+            for text, row in slips.items()
+        },
+        help=help,
+    )
+
+
+# --- the checks ---
+
+
+def observe_even(trial: Trial) -> SimpleNamespace:
+    """Nothing special: equal micro-batches, groups that come out even, small gradients, a rate that stays."""
+    return observe(trial, draw(trial, 6, 3, sharpness=0.3, even=True))
+
+
+def observe_uneven(trial: Trial) -> SimpleNamespace:
+    return observe(trial, draw(trial, 6, 2, sharpness=0.3))
+
+
+def observe_clipped(trial: Trial) -> SimpleNamespace:
+    return observe(trial, draw(trial, 6, 3, sharpness=10.0, even=True))
+
+
+def observe_left_over(trial: Trial) -> SimpleNamespace:
+    return observe(trial, draw(trial, 7, 3, sharpness=0.3), num_epochs=2)
+
+
+def observe_short(trial: Trial) -> SimpleNamespace:
+    return observe(trial, draw(trial, 2, 5, sharpness=0.3))
+
+
+@check("train_epoch")
+def a_step_for_every_group(trial: Trial) -> None:
+    """Micro-batches that are all alike: each step is one on the mean of its group."""
+    seen = trial.once(observe_even)
+    require_count(trial, seen, "One optimizer step for `accumulate` micro-batches.")
+    require_gradients(trial, seen, "Gradients of a group add up; a new group starts from nothing.")
+
+
+@check("train_epoch")
+def counted_targets_weigh_the_same(trial: Trial) -> None:
+    """Where micro-batches count few targets or many, a step is on the mean over all of its group's."""
+    seen = trial.once(observe_uneven)
+    require_gradients(
+        trial, seen, "Count the targets of the whole group first; weigh each loss by its share."
+    )
+
+
+@check("train_epoch")
+def losses_are_the_means_of_the_steps(trial: Trial) -> None:
+    """The epoch returns one loss for each step: the mean over the counted targets of its group."""
+    for seen in (trial.once(observe_even), trial.once(observe_uneven)):
+        given, expected = (
+            torch.tensor(losses[0], dtype=torch.float64)
+            for losses in (seen.result["losses"], seen.expected.losses)
+        )
+        slips = {} if is_close(given, expected, rtol=3e-5) else SLIPS
+        wrong = {text: epochs(seen.case, slip=slip).losses[0] for text, slip in slips.items()}
+        trial.close(
+            f"{told(seen.case)}: the list of losses",
+            given,
+            expected,
+            rtol=3e-5,
+            alternatives={text: torch.tensor(losses) for text, losses in wrong.items()},
+            factors={"accumulate": float(seen.case.accumulate)},
+            help="One number a step, weighed as the gradient is.",
+        )
+
+
+@check("train_epoch")
+def clipping_is_of_the_whole_gradient(trial: Trial) -> None:
+    """A large gradient is clipped to norm 1 once, when the whole group has added to it."""
+    seen = trial.once(observe_clipped)
+    require_gradients(trial, seen, "Clip once a step, between the last backward and the optimizer.")
+
+
+@check("train_epoch")
+def the_scheduler_counts_steps(trial: Trial) -> None:
+    """The learning rate moves on once with each optimizer step, however many micro-batches there are."""
+    for seen in (trial.once(observe_even), trial.once(observe_uneven)):
+        require_rates(trial, seen, "scheduler.step() belongs beside optimizer.step().")
+
+
+@check("train_epoch")
+def what_is_left_over_is_a_step(trial: Trial) -> None:
+    """Micro-batches left over at the end make a step of their own, and nothing leaks into the next epoch."""
+    for seen in (trial.once(observe_left_over), trial.once(observe_short)):
+        require_count(trial, seen, "The last group is shorter, and is a group all the same.")
+        require_rates(
+            trial, seen, "After the last group, too, scheduler.step() belongs beside optimizer.step()."
+        )
+        help = "The last group has its own number of targets. A new epoch starts with no gradient."
+        require_gradients(trial, seen, help)
+        trial.close(
+            f"{told(seen.case)}: the vector of all weights in the end",
+            seen.result["weights"],
+            seen.expected.weights,
+            help="After the last group: clip, step, scheduler, as after every other.",
+        )
+
+
+@check("train_epoch")
+def one_microbatch_at_a_time(trial: Trial) -> None:
+    """Each micro-batch has its own forward and backward: memory is that of the largest one."""
+    seen = trial.once(observe_uneven)
+    largest = max(inputs.numel() for inputs, _ in seen.case.batches)
+    most = max((rows * length for rows, length in seen.result["shapes"]), default=0)
+    trial.require(
+        most <= largest,
+        f"the model ran on {most} tokens at once, where the largest micro-batch has {largest}",
+        help="Micro-batches are there because more does not fit.",
+    )
+    memory = trial.once(observe_memory)
+    trial.require(
+        memory.group <= 1.5 * memory.one + 5 * memory.gradients,
+        f"a group of {len(memory.case.batches)} micro-batches has {memory.group:,} bytes alive at once; the "
+        f"largest micro-batch alone needs {memory.one:,}, and gradients {memory.gradients:,}",
+        help="backward() after each forward frees what it kept: one backward for the sum of losses does not.",
+    )
+
+
+def observe_memory(trial: Trial) -> SimpleNamespace:
+    case = draw(trial, 8, 8, sharpness=1.0, even=True)
+    case.batches = [
+        tuple(trial.tokens(case.config.vocab_size, 24, 12) for _ in range(2)) for _ in case.batches
+    ]
+    one, group = trial.run(measure, vars(case.config), case.seed, case.batches)[0]
+    gradients = 4 * sum(p.numel() for p in build(case.config, 0).parameters())
+    return SimpleNamespace(case=case, one=one.peak_bytes, group=group.peak_bytes, gradients=gradients)

@@ -1,0 +1,94 @@
+"""Who sent how much to whom: what a ring may do, and nothing else."""
+
+from types import SimpleNamespace
+
+from grader.checks import COLLECTIVES, Event, Recording, Trial
+
+SMALL = 64
+"""Bytes that a message may have and not count: a size or a flag that somebody sends ahead."""
+
+
+def events(recording: Recording, case: int) -> list[Event]:
+    """What one rank did in one case."""
+    return [event for event in recording.events if event.after == f"{case}"]
+
+
+def sends(recording: Recording, case: int) -> list[Event]:
+    """The messages of one rank in one case."""
+    return [event for event in events(recording, case) if event.kind == "send"]
+
+
+def require_messages_alone(trial: Trial, seen: SimpleNamespace) -> None:
+    """No collective of torch.distributed, a barrier included."""
+    for r, recording in enumerate(seen.recordings):
+        for event in recording.events:
+            trial.require(
+                event.kind not in COLLECTIVES,
+                f"it calls {event.describe()}, a collective of torch.distributed",
+                help="Build it from isend and irecv alone. Who has waited for its messages needs no barrier.",
+                rank=r,
+            )
+
+
+def require_neighbours(trial: Trial, seen: SimpleNamespace) -> None:
+    """A rank of a ring sends to the next rank, or to the one before, and to no other."""
+    n = trial.num_ranks
+    for r, recording in enumerate(seen.recordings):
+        near = {(r + 1) % n, (r - 1) % n}
+        for case in range(len(seen.cases)):
+            for event in sends(recording, case):
+                trial.require(
+                    event.peer is None or event.peer in near,
+                    f"it sends to rank {event.peer}, and its neighbours are {_listed(near)}",
+                    help="In a ring a tensor goes from neighbour to neighbour, one step at a time.",
+                    rank=r,
+                )
+
+
+def _listed(ranks: set[int]) -> str:
+    return " and ".join(map(str, sorted(ranks)))
+
+
+def require_ring_bytes(trial: Trial, seen: SimpleNamespace, rounds: int, gathered: bool = False) -> None:
+    """In each round of n - 1 steps a rank sends all chunks but one: (n-1)/n of the bytes.
+
+    Args:
+        rounds: 2 for an all-reduce, else 1.
+        gathered: whether each rank starts with a chunk instead of the whole.
+    """
+    n = trial.num_ranks
+    for i, case in enumerate(seen.cases):
+        size = case.values[0].element_size()
+        chunk = case.num_bytes if gathered else case.chunk_size * size
+        whole = n * case.num_bytes if gathered else case.num_bytes
+        most, least = rounds * (n - 1) * chunk, rounds * max(whole - chunk, 0)
+        times = "2·" if rounds == 2 else ""
+        for r, recording in enumerate(seen.recordings):
+            messages = sends(recording, i)
+            sent = sum(event.num_bytes for event in messages)
+            trial.require(
+                least <= sent <= most + SMALL * n,
+                f"given {case} it sends {sent:,} bytes in {len(messages)} messages, where a ring sends "
+                f"{times}(n-1)/n of S = {whole:,} bytes, which is {most:,}",
+                cause=_why(sent, most, whole, messages, size, case),
+                help="Each step sends one chunk, an n-th of the whole, to one neighbour.",
+                rank=r,
+            )
+
+
+def _why(sent: int, most: int, whole: int, messages: list[Event], size: int, case: object) -> str:
+    large = [event for event in messages if event.num_bytes > SMALL]
+    if not sent:
+        return "it sends nothing: others do its work?"
+    wider = [event for event in large if event.dtype and _width(event) > size]
+    if wider:
+        return f"what travels is {wider[0].dtype}, and the tensor is {case}"
+    if large and all(event.num_bytes >= whole for event in large):
+        return f"it passes whole tensors round, {len(large)} of them, not chunks"
+    if sent < most:
+        return "some rank must send more than its part for that"
+    return ""
+
+
+def _width(event: Event) -> int:
+    return event.num_bytes // max(event.num_elements, 1)

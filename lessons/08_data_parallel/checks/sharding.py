@@ -1,0 +1,164 @@
+"""Checks of `shard_batch`: whose rows are whose."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise
+
+exercise(
+    "shard_batch",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "Every rank has the whole batch already: nothing travels. What does a rank need to know to choose "
+        "its rows?",
+        "group.rank() and group.size() are this rank's number in the group and the number of ranks. Some b "
+        "do not divide: "
+        "give the first b % n ranks one row more.",
+        "torch.chunk makes fewer pieces than you asked for when b is small; look at its neighbours in the "
+        "documentation.",
+    ),
+)
+
+
+def cut(rank: Any, batches: list[Tensor]) -> dict:
+    before = [batch.clone() for batch in batches]
+    with rank.record() as recording:
+        shares = [rank.submission.shard_batch(batch, rank.group) for batch in batches]
+    same = all(torch.equal(a, b) for a, b in zip(before, batches, strict=True))
+    copies = [s.clone() if isinstance(s, Tensor) else None for s in shares]
+    return {"shares": copies, "unchanged": same, "recording": recording}
+
+
+def observe_even(trial: Trial) -> SimpleNamespace:
+    """A batch of 4n rows, each of which has its own number, and targets of the same rows."""
+    b = 4 * trial.num_ranks
+    rows = numbered(b)
+    targets = torch.stack([rows, -rows], dim=2).double()  # (b, 3, 2)
+    return SimpleNamespace(sizes=[b], targets=targets, results=run_cut(trial, [rows, targets]))
+
+
+def observe_uneven(trial: Trial) -> SimpleNamespace:
+    """Batches that do not divide by n."""
+    n = trial.num_ranks
+    sizes = [n + 1, 2 * n - 1, 3 * n - 1, 2 * n + 1, n - 1]
+    batches = [numbered(b) for b in sizes]
+    try:
+        results = trial.run(cut, batches)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED:
+            for batch in batches:  # which of them was it?
+                run_cut(trial, [batch])
+        raise
+    return SimpleNamespace(sizes=sizes, results=results)
+
+
+def numbered(b: int) -> Tensor:
+    """(b, 3): row i is 10 i, 10 i + 1, 10 i + 2."""
+    return torch.arange(b).unsqueeze(1) * 10 + torch.arange(3)
+
+
+def run_cut(trial: Trial, batches: list[Tensor]) -> list[dict]:
+    """Runs `cut` on tensors of one batch; a crash is told with its size."""
+    try:
+        return trial.run(cut, batches)
+    except CheckEnded as end:
+        if end.verdict != Verdict.CRASHED:
+            raise
+        end.message = f"with b = {len(batches[0])} on n = {trial.num_ranks} ranks: {end.message}"
+        raise
+
+
+def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
+    """The i-th batch is the ranks' shares together, and no row is in two of them."""
+    b, n = seen.sizes[i], trial.num_ranks
+    shares = [(result["shares"][i][:, 0] // 10).tolist() for result in seen.results]
+    found = sorted(row for share in shares for row in share)
+    told = ", ".join(f"rank {r}: {share}" for r, share in enumerate(shares))
+    told = f"Of a batch of {b} rows, these are the rows on each of {n} ranks: {told}."
+    everything = n > 1 and all(len(share) == b for share in shares) and b > 0
+    trial.require(
+        not everything, f"every rank got all the data. {told}", help="Each rank works on about b/n rows."
+    )
+    twice = sorted({row for row in found if found.count(row) > 1})
+    trial.require(not twice, f"rows {twice} are in more than one share. {told}", help="Shares are disjoint.")
+    missing = sorted(set(range(b)) - set(found))
+    trial.require(
+        not missing,
+        f"rows {missing} are on no rank: they were dropped. {told}",
+        help="All rows are used, whatever b is.",
+    )
+    lengths = [len(share) for share in shares]
+    trial.require(
+        max(lengths) - min(lengths) <= 1,
+        f"the shares have {lengths} rows: two of them differ by more than one row. {told}",
+        help="Spread the remainder: the first b % n ranks take one row more.",
+    )
+
+
+def require_rows(trial: Trial, seen: SimpleNamespace) -> None:
+    """Shares are whole rows."""
+    for r, result in enumerate(seen.results):
+        for share, size in zip(result["shares"], seen.sizes, strict=False):
+            trial.require(
+                share is not None,
+                "shard_batch did not return a tensor",
+                help="Is the `return` missing?",
+                rank=r,
+            )
+            trial.require(
+                share.dim() == 2 and share.shape[1] == 3,
+                f"of a batch of shape ({size}, 3) rank {r} got {tuple(share.shape)}: dimension 0 is the one "
+                "to cut",
+                help="Keep rows whole: cut along dim 0 and leave the other dimensions alone.",
+                rank=r,
+            )
+
+
+@check("shard_batch")
+def shares_are_disjoint_and_complete(trial: Trial) -> None:
+    """A batch that divides by n: every row is on exactly one rank, and every rank has b/n rows."""
+    seen = trial.once(observe_even)
+    require_rows(trial, seen)
+    require_partition(trial, seen, 0)
+
+
+@check("shard_batch")
+def batches_that_do_not_divide_lose_no_row(trial: Trial) -> None:
+    """A batch that does not divide: every row is on exactly one rank, shares differ by at most one row."""
+    seen = trial.once(observe_uneven)
+    require_rows(trial, seen)
+    for i in range(len(seen.sizes)):
+        require_partition(trial, seen, i)
+
+
+@check("shard_batch")
+def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
+    """Two tensors of the same batch are cut at the same rows, and keep their dtype and other dimensions."""
+    seen = trial.once(observe_even)
+    require_rows(trial, seen)
+    first = [(result["shares"][0][:, 0] // 10) for result in seen.results]
+    expected = [seen.targets[rows.long() % len(seen.targets)] for rows in first]
+    trial.close(
+        "the share of a (b, 3, 2) tensor of the same batch",
+        [r["shares"][-1] for r in seen.results],
+        expected,
+        rtol=0.0,
+        help="Which rows a rank takes may depend on its rank, on n and on b, and on nothing else.",
+    )
+
+
+@check("shard_batch")
+def nothing_is_sent(trial: Trial) -> None:
+    """Every rank has the batch already: cutting it needs no communication, and leaves it as it was."""
+    for r, result in enumerate(trial.once(observe_even).results):
+        kinds = result["recording"].kinds()
+        trial.require(
+            not kinds, f"shard_batch communicates: {kinds[:4]}", help="Index the tensor you have.", rank=r
+        )
+        trial.require(
+            result["unchanged"], "the given batch was changed", help="Leave the argument alone.", rank=r
+        )

@@ -1,0 +1,13 @@
+"""What lesson 09 grades: predictions, ZeRO-1, ZeRO-2 and ZeRO-3 by hand, PyTorch's own, and a norm of shards.
+
+The checks of each exercise are in a file of their own. They run in the order in which they are imported.
+"""
+
+# isort: off
+from . import predictions  # noqa: F401
+from . import optimizer  # noqa: F401
+from . import gradients  # noqa: F401
+from . import fully_sharded  # noqa: F401  the first of two files on FullySharded
+from . import residency  # noqa: F401
+from . import fully_shard_gpt  # noqa: F401
+from . import clipped_step  # noqa: F401

@@ -1,0 +1,168 @@
+"""Checks of `fully_shard_gpt`: PyTorch's own, a unit for each block."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import SGD
+
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise
+
+from .models import DEEP, build, bytes_of, deep_gpt, draw, local, odd_gpt, settle
+from .training import PASSES, expected_weights, require_weights, train
+from .wire import SMALL, padded_bytes
+
+exercise(
+    "fully_shard_gpt",
+    world_sizes=(2, 4, 3),
+    subgroup=True,
+    hints=(
+        "from torch.distributed.fsdp import fully_shard: it changes the module that it is given, in place.",
+        "What a call on a module finds in no unit yet becomes one unit. So first every block, then the "
+        "model.",
+    ),
+)
+
+
+def mesh_of(rank: Any) -> DeviceMesh:
+    return DeviceMesh.from_group(rank.group, rank.device.type)
+
+
+def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
+    """Runs a function on the ranks; a crash of units in the wrong order is told as that."""
+    try:
+        return trial.run(function, *args, **kwargs)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "Invariant encountered" in end.message:
+            end.cause = "the model was sharded before its blocks: blocks first, the model last"
+        raise
+
+
+def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    model = build(odd_gpt, seed).double().to(rank.device)
+    sharded = rank.submission.fully_shard_gpt(model, mesh_of(rank))
+    train(sharded, batches, "SGD", lambda params, optimizer_class, **k: optimizer_class(params, **k))
+    named = dict(sharded.named_parameters())
+    gathered = {n: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in named.items()}
+    return {"end": {name: tensor.clone() for name, tensor in gathered.items()}}
+
+
+def observe_training(trial: Trial) -> SimpleNamespace:
+    seed, by_rank = trial.seed(), draw(trial, sum(PASSES))
+    results = run(trial, train_on_ranks, seed, per_rank=[(batches,) for batches in by_rank])
+    return SimpleNamespace(results=results, seed=seed, by_rank=by_rank)
+
+
+@check("fully_shard_gpt")
+def trains_as_one_process_does(trial: Trial) -> None:
+    """Two steps of SGD end at the weights of one process with the whole batch, under GPT's names."""
+    seen = trial.once(observe_training)
+    expected = expected_weights(trial, odd_gpt, seen.seed, seen.by_rank, "SGD")
+    ends = [result["end"] for result in seen.results]
+    require_weights(trial, ends, expected, "SGD", "fully_shard averages the gradients of what is in a unit.")
+
+
+def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+    with rank.record(memory=True) as recording:
+        model = build(deep_gpt, seed).to(rank.device)
+        sharded = rank.submission.fully_shard_gpt(model, mesh_of(rank))
+        optimizer = SGD(sharded.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        recording.mark("forward")
+        _, loss = sharded(*batch)
+        settle()
+        recording.mark("backward")
+        loss.backward()
+        recording.mark("after")
+    shards = {name: local(p).numel() for name, p in sharded.named_parameters()}
+    return {"recording": recording, "shards": shards}
+
+
+def observe_units(trial: Trial) -> SimpleNamespace:
+    batch = (trial.tokens(DEEP.vocab_size, 1, 2), trial.tokens(DEEP.vocab_size, 1, 2))
+    return SimpleNamespace(results=run(trial, measure, trial.seed(), batch), model=build(deep_gpt, 0))
+
+
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+def every_parameter_is_sharded(trial: Trial) -> None:
+    """Every parameter is cut over the ranks of the mesh: those of the blocks and those outside."""
+    seen, n = trial.once(observe_units), trial.num_ranks
+    for r, result in enumerate(seen.results):
+        for name, parameter in seen.model.named_parameters():
+            trial.require(name in result["shards"], f"there is no parameter {name}", rank=r)
+            rows = -(-parameter.size(0) // n)
+            most = rows * (parameter.numel() // parameter.size(0))
+            trial.require(
+                result["shards"][name] <= most,
+                f"{name} has {result['shards'][name]} of its {parameter.numel()} numbers on this rank, "
+                "and a share "
+                f"over {n} ranks is {most}",
+                help="Shard the blocks first, then the model: what is left is its own unit. Hand mesh= on.",
+                rank=r,
+                cause="it is whole" if result["shards"][name] == parameter.numel() else "",
+            )
+
+
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+def a_block_is_a_unit(trial: Trial) -> None:
+    """Forward gathers block by block: one all-gather for each, none larger than a block."""
+    seen, n = trial.once(observe_units), trial.num_ranks
+    block = seen.model.transformer.h[0]
+    outside = bytes_of(seen.model) - DEEP.n_layer * bytes_of(block)
+    largest = max(padded_bytes(block, n), n * outside)
+    for r, result in enumerate(seen.results):
+        sizes = [e.num_bytes for e in result["recording"].select("all_gather", after="forward")]
+        trial.require(
+            max(sizes, default=0) <= largest + SMALL,
+            f"forward gathers {max(sizes, default=0):,} bytes at once, and a block has {bytes_of(block):,}",
+            help="Call fully_shard on each block of model.transformer.h before you call it on the model.",
+            rank=r,
+            cause="the model is one unit: all of it is gathered at once",
+        )
+        trial.require(
+            DEEP.n_layer <= len(sizes) <= DEEP.n_layer + 2,
+            f"forward has {len(sizes)} all-gathers, and {DEEP.n_layer} blocks and what is outside are "
+            f"{DEEP.n_layer + 1} units",
+            help="One fully_shard call for each block, none for its parts.",
+            rank=r,
+        )
+
+
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+def blocks_are_freed_after_forward(trial: Trial) -> None:
+    """Blocks are freed after forward and gathered again for backward."""
+    seen = trial.once(observe_units)
+    for r, result in enumerate(seen.results):
+        gathered = result["recording"].bytes("all_gather", after="backward")
+        blocks = DEEP.n_layer * bytes_of(seen.model.transformer.h[0])
+        trial.require(
+            gathered >= 0.9 * blocks,
+            f"backward gathers {gathered:,} bytes, and all blocks are {blocks:,}",
+            help="By default fully_shard frees every unit after forward but the outermost, which stays "
+            "gathered: call it on the blocks, and then on the model as well.",
+            rank=r,
+            cause="the weights stay from forward to backward, as in ZeRO-2",
+        )
+
+
+@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+def gradients_are_reduce_scattered(trial: Trial) -> None:
+    """Gradients are reduce-scattered, P elements in all; there is no all-reduce."""
+    seen, n = trial.once(observe_units), trial.num_ranks
+    size = bytes_of(seen.model)
+    for r, result in enumerate(seen.results):
+        reduced = result["recording"].bytes("reduce_scatter", after="backward")
+        all_reduced = result["recording"].bytes("all_reduce")
+        trial.require(
+            all_reduced <= SMALL,
+            f"{all_reduced:,} bytes were all-reduced",
+            help="This is fully_shard's work: no DistributedDataParallel, and no all-reduce by hand.",
+            rank=r,
+        )
+        trial.require(
+            0.95 * size <= reduced <= padded_bytes(seen.model, n) + n * 1024,
+            f"{reduced:,} bytes of gradients were reduce-scattered, and there are {size:,}",
+            help="Every parameter belongs to exactly one unit.",
+            rank=r,
+        )

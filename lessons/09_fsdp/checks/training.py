@@ -1,0 +1,198 @@
+"""Training as the checks do it: the same steps on the ranks and, for what is expected, in one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from grader.checks import Trial, is_close
+
+from .models import build, weights
+
+Batches = list[tuple[Tensor, Tensor]]
+PASSES = (2, 1)
+"""Backward passes of each step: in the first, gradients add up; in the second, none of them may be left."""
+
+KINDS = ("SGD", "AdamW", "groups", "scheduled", "resumed")
+
+
+def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]], make: Callable[..., Optimizer]) -> Any:
+    """The optimizer of a kind of training; `make(params, optimizer_class, **settings)` builds it.
+
+    SGD shows a sum that should be a mean, which AdamW hides.
+    """
+    everything = [p for _, p in named]
+    if kind == "SGD":
+        return make(everything, SGD, lr=0.3, momentum=0.9)
+    if kind == "groups":
+        even, odd = everything[::2], everything[1::2]
+        return make(
+            [{"params": even, "lr": 0.1, "weight_decay": 0.2}, {"params": odd}], SGD, lr=0.4, momentum=0.5
+        )
+    return make(everything, AdamW, lr=0.02, eps=1e-3, weight_decay=0.1)
+
+
+def train(
+    module: nn.Module,
+    batches: Batches,
+    kind: str,
+    make: Callable[..., Optimizer],
+    after_backward: Callable[[int], None] = lambda passes_left: None,
+) -> None:
+    """The steps of one rank. `after_backward(how many passes of this step are still to come)`."""
+    named = list(module.named_parameters())
+    optimizer = make_optimizer(kind, named, make)
+    scheduler = StepLR(optimizer, 1, gamma=0.3) if kind == "scheduled" else None
+    turn = iter(batches)
+    for step, passes in enumerate(PASSES):
+        optimizer.zero_grad()
+        for left in reversed(range(passes)):
+            module(*next(turn))[1].backward()
+            after_backward(left)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        if kind == "resumed" and step == 0:
+            state = optimizer.state_dict()
+            optimizer = make_optimizer(kind, named, make)
+            optimizer.load_state_dict(state)
+
+
+def mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).mean()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one process makes of all ranks' losses, and of what is there already."""
+
+    combine: Callable[[list[Tensor]], Tensor] = mean
+    first_counts: float = 1.0
+    """How often, in the sum of the first step's backward passes."""
+    forgets: bool = True
+    """Whether zero_grad() does anything."""
+
+
+def whole_batch(make_model: Any, seed: int, by_rank: list[Batches], kind: str, rule: Rule) -> dict:
+    """The weights at the end of one process, which combines the gradients of all shares by a rule."""
+    model = build(make_model, seed).double()
+    turn = 0
+
+    class Combined(nn.Module):
+        """Called for each pass: its loss has the gradient that the rule makes of the shares' gradients."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            return model.named_parameters(*args, **kwargs)
+
+        def forward(self, *ignored: Any) -> tuple[None, Tensor]:
+            nonlocal turn
+            losses = [model(*batches[turn])[1] for batches in by_rank]
+            times = rule.first_counts if turn == 0 else 1.0
+            turn += 1
+            return None, times * rule.combine(losses)
+
+    def make_one(params: Any, optimizer_class: Any, **settings: Any) -> Optimizer:
+        optimizer = optimizer_class(params, **settings)
+        if not rule.forgets:
+            optimizer.zero_grad = lambda: None
+        return optimizer
+
+    train(Combined(), by_rank[0], kind, make_one)
+    return weights(model)
+
+
+def rules_of_passes(n: int) -> dict[str, list[Rule]]:
+    """Wrong rules for what an earlier backward has left, by the sentence that tells them."""
+    rules = {
+        "the first backward pass is lost: the second one's gradient replaced its own": Rule(first_counts=0),
+        "the first backward pass counts twice: reduce the new gradient alone, and add its mean": Rule(
+            first_counts=2
+        ),
+        "the last step's gradient is still there: zero_grad() did not forget it": Rule(forgets=False),
+    }
+    if n > 1:
+        told = "the first backward pass's mean was reduced again with the second's, and so divided by n twice"
+        rules[told] = Rule(first_counts=1 / n)
+    return {told: [rule] for told, rule in rules.items()}
+
+
+def rules_of_ranks(n: int) -> dict[str, list[Rule]]:
+    """Wrong rules for the ranks' gradients, one for each rank or one for all."""
+    rules = {
+        "it was trained on the sum of the ranks' gradients: divide by the number of ranks": lambda losses: (
+            torch.stack(losses).sum()
+        ),
+        "it was trained on the mean divided by the number of ranks once more": lambda losses: (
+            torch.stack(losses).mean() / n
+        ),
+        "every rank was trained on rank 0's gradient": lambda losses: losses[0],
+    }
+    own = [Rule(lambda losses, r=r: losses[r]) for r in range(n)]
+    return {
+        **{told: [Rule(combine)] for told, combine in rules.items()},
+        "each rank was trained on its own gradient: nothing was reduced": own,
+    }
+
+
+def expected_weights(trial: Trial, make_model: Any, seed: int, by_rank: list[Batches], kind: str) -> Any:
+    """What one process comes to, where it began, and a function for what wrong rules come to."""
+    n = trial.num_ranks
+    rules: dict[str, list[Rule]] = {}
+    if kind in ("SGD", "groups"):
+        rules = (rules_of_ranks(n) if n > 1 else {}) | rules_of_passes(n)
+
+    def others() -> dict[str, list[dict]]:
+        return {
+            told: [whole_batch(make_model, seed, by_rank, kind, rule) for rule in by_rule]
+            for told, by_rule in rules.items()
+        }
+
+    return SimpleNamespace(
+        right=whole_batch(make_model, seed, by_rank, kind, Rule()),
+        others=cache(others),  # only a wrong answer needs them
+        start=weights(build(make_model, seed).double()),
+    )
+
+
+def same_everywhere(tensors: list[Any]) -> bool:
+    """Whether ranks have equal tensors, up to the order of sums."""
+    if not all(isinstance(t, Tensor) and t.shape == tensors[0].shape for t in tensors):
+        return True  # told otherwise
+    return all(torch.allclose(t, tensors[0], rtol=1e-8, atol=1e-10) for t in tensors)
+
+
+def require_weights(trial: Trial, ends: list[dict], expected: Any, kind: str, help: str) -> None:
+    """The weights of every rank at the end are those of one process."""
+    n, right, start = trial.num_ranks, expected.right, expected.start
+    frozen_first = sorted(right, key=lambda name: not torch.equal(start[name], right[name]))
+    for name in frozen_first:
+        for r, end in enumerate(ends):
+            trial.require(name in end, f"there is no weight {name}", rank=r, help=help)
+        actual = [end[name] for end in ends]
+        if all(isinstance(t, Tensor) and is_close(t, right[name]) for t in actual):
+            continue
+        alternatives: dict[str, Any] = {}
+        if not torch.equal(start[name], right[name]):
+            alternatives["it is still what it was before training"] = start[name]
+        for told, by_rule in expected.others().items():
+            alternatives[told] = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
+        if not same_everywhere(actual):
+            told = "the ranks do not have the same weights: the updated shares did not reach every rank"
+            alternatives[told] = actual
+        trial.close(
+            f"{name} after {len(PASSES)} steps of {kind}",
+            actual,
+            right[name],
+            alternatives=alternatives,
+            help=help,
+        )

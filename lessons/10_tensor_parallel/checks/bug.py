@@ -1,0 +1,152 @@
+"""Find the bug: multi-query attention."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from grader.checks import (
+    BACKWARD,
+    Trial,
+    backward,
+    check,
+    drawn_alike,
+    each_rank,
+    exercise,
+    told,
+    weights_of,
+)
+
+from .layers import dense_branch
+from .shared import SIZES, SLACK, describe, one_all_reduce, own_part, wire_bytes
+
+exercise(
+    "MultiQueryAttention",
+    world_sizes=SIZES,
+    subgroup=True,
+    uses=("ColumnParallelLinear", "RowParallelLinear"),
+    hints=(
+        "Draw it: what is replicated, what is cut? Go along each path from replicated to cut, and ask what "
+        "completes the gradient there.",
+        "There are two paths from x to the heads. One leads through ColumnParallelLinear, which takes care "
+        "of itself. The other leads through key_value.",
+        "The hook repairs the gradient of key_value's weights, and nothing below them. Where would one "
+        "all-reduce repair both?",
+    ),
+)
+
+
+class DenseMultiQueryAttention(nn.Module):
+    """What the program computes, on one process, under the same names."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.head_size = width // num_heads
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * self.head_size)
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.query(x).view(b, s, -1, self.head_size).transpose(1, 2)
+        k, v = (part.unsqueeze(1).expand_as(q) for part in self.key_value(x).chunk(2, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.project(y.transpose(1, 2).flatten(2))
+
+
+MULTI_QUERY_CUTS = {"query.weight": 0, "query.bias": 0, "project.weight": 1}
+
+
+def multi_query_probe(rank, width: int, num_heads: int, weights: dict, x: Tensor, upstream: Tensor) -> dict:
+    layer = rank.submission.MultiQueryAttention(width, num_heads, group=rank.group)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(weights[name])
+    x = x.clone().requires_grad_()
+    with rank.record() as recording:
+        y = layer(x)
+        recording.mark(BACKWARD)
+        backward(y, upstream)
+    held = describe(layer)
+    gradient = None if x.grad is None else x.grad.clone()
+    backward(layer(x), upstream)
+    twice = describe(layer)["gradients"]
+    return {"output": y, "gradient": gradient, "recording": recording, **held, "twice": twice}
+
+
+def observe_multi_query(trial: Trial) -> SimpleNamespace:
+    n, num_heads = trial.num_ranks, 12
+    width = num_heads * trial.integer(2, 4)
+    dense = drawn_alike(DenseMultiQueryAttention(width, num_heads), trial)
+    weights = weights_of(dense)
+
+    def cut(name: str, whole: Tensor, rank: int) -> Tensor:
+        dim = MULTI_QUERY_CUTS.get(name)
+        return whole if dim is None else own_part(whole, dim, rank, n).contiguous()
+
+    x, upstream = (trial.normal(2, 6, width) for _ in range(2))
+    shards = [{name: cut(name, w, rank) for name, w in weights.items()} for rank in range(n)]
+    runs = [(width, num_heads, shard, x, upstream) for shard in shards]
+    results = trial.run(multi_query_probe, per_rank=runs)
+    expected = dense_branch(dense, x, upstream)
+    gradients = {name: [cut(name, g, rank) for rank in range(n)] for name, g in expected.gradients.items()}
+    return SimpleNamespace(
+        results=results, output=expected.output, x_gradient=expected.x, gradients=gradients, x=x, width=width
+    )
+
+
+@check("MultiQueryAttention")
+def forward_stays_right(trial: Trial) -> None:
+    """The output is that of the dense attention (it was before, too)."""
+    seen = trial.once(observe_multi_query)
+    trial.close("the output", each_rank(seen, "output"), seen.output)
+
+
+@check("MultiQueryAttention")
+def gradient_of_x_is_complete(trial: Trial) -> None:
+    """The gradient of x is the dense one, the same on every rank."""
+    seen = trial.once(observe_multi_query)
+    trial.close(
+        "the gradient of x",
+        each_rank(seen, "gradient"),
+        seen.x_gradient,
+        help="One part came through the queries, one through the keys and values. Which of them is partial?",
+    )
+
+
+@check("MultiQueryAttention")
+def gradients_of_all_weights_are_complete(trial: Trial) -> None:
+    """Every weight has the dense gradient, key_value's the same on every rank, and two passes add up."""
+    seen = trial.once(observe_multi_query)
+    n = trial.num_ranks
+    for name, expected in seen.gradients.items():
+        actual = [g.get(name) for g in each_rank(seen, "twice")]
+        trial.close(
+            f"the gradient of {name} after two passes",
+            actual,
+            [2 * g for g in expected],
+            alternatives={
+                "summed twice: once in copy_to_group, and once more by the hook": [
+                    2 * n * g for g in expected
+                ]
+            },
+            help="key_value is replicated: its gradient needs one sum over the ranks, no more and no less.",
+        )
+
+
+@check("MultiQueryAttention")
+def bug_fix_sends_little(trial: Trial) -> None:
+    """The forward still sends one all-reduce; the backward the gradients of x and of the one key head."""
+    seen = trial.once(observe_multi_query)
+    n = trial.num_ranks
+    one_all_reduce(trial, seen, "", seen.output.numel() * 4, "The forward was right: leave it as it is.")
+    small = sum(g[0].numel() * 4 for name, g in seen.gradients.items() if name.startswith("key_value"))
+    allowed = 2 * (n - 1) / n * (2 * seen.x.numel() * 4 + small) + SLACK * n
+    for rank, recording in enumerate(each_rank(seen, "recording")):
+        events = recording.select(None, BACKWARD)
+        trial.require(
+            wire_bytes(events, n) <= allowed,
+            f"the backward sent {told(events)}: more than the gradients of x and of the one key head need",
+            rank=rank,
+        )

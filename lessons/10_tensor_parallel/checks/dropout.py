@@ -1,0 +1,134 @@
+"""Dropout after a sum: one mask on all ranks."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+
+from grader.checks import Trial, check, each_rank, exercise, told
+from nanogpt.model import Dropout
+
+from .shared import SIZES
+
+exercise(
+    "share_dropout",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "Dropout.generator may hold a torch.Generator: a stream of random numbers of the dropout's own.",
+        "Equal seeds give equal streams. Who picks the seed, and how do the others learn of it?",
+        "dist.broadcast(tensor, group_src=0, group=group) sends what the group's rank 0 holds to everyone.",
+    ),
+)
+
+
+def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
+    rank.seed(seed)
+    first, second = Dropout(probability), Dropout(probability)
+    first = rank.submission.share_dropout(first, rank.group, rank.device)
+    second = rank.submission.share_dropout(second, rank.group, rank.device)
+    ones = torch.ones(*shape, device=rank.device)
+    with rank.record() as recording:
+        masks = [first(ones), first(ones), second(ones)]
+    return {
+        "masks": masks,
+        "recording": recording,
+        "asleep": first.eval()(ones),
+        "own": torch.rand(8),
+    }
+
+
+def observe_dropout(trial: Trial) -> SimpleNamespace:
+    """Each rank has a seed of its own."""
+    probability = trial.choice([0.2, 0.3, 0.4])
+    shape = (trial.integer(30, 40), trial.integer(40, 50))
+    base = trial.integer(1, 10**6)
+    runs = [(base + rank, probability, shape) for rank in range(trial.num_ranks)]
+    results = trial.run(dropout_probe, per_rank=runs)
+    return SimpleNamespace(results=results, probability=probability, shape=shape)
+
+
+@check("share_dropout")
+def mask_is_the_same_on_every_rank(trial: Trial) -> None:
+    """Every rank drops the same elements, though the ranks are seeded differently."""
+    seen = trial.once(observe_dropout)
+    for number in range(3):
+        masks = [masks[number] for masks in each_rank(seen, "masks")]
+        for rank, mask in enumerate(masks):
+            trial.require(
+                torch.equal(mask, masks[0]),
+                f"ranks 0 and {rank} dropped different elements of the same tensor",
+                help="Seed the generator with a number that every rank received from the group's rank 0.",
+                rank=rank,
+            )
+
+
+@check("share_dropout")
+def mask_is_random(trial: Trial) -> None:
+    """The mask changes from call to call, and from one dropout to the next."""
+    first, later, other = trial.once(observe_dropout).results[0]["masks"]
+    trial.require(not torch.equal(first, later), "two calls of one dropout dropped the same elements")
+    trial.require(
+        not torch.equal(first, other),
+        "two dropouts have the same stream of masks: every layer would drop the same elements",
+        help="Draw a new seed for each dropout.",
+    )
+
+
+@check("share_dropout", world_sizes=(2,), subgroup=False)
+def mask_follows_the_seed_of_the_run(trial: Trial) -> None:
+    """Runs with another torch.manual_seed drop other elements."""
+    runs = [
+        [(base + rank, 0.3, (30, 40)) for rank in range(trial.num_ranks)]
+        for base in (trial.integer(1, 1000), trial.integer(2000, 3000))
+    ]
+    first, again = (trial.run(dropout_probe, per_rank=each)[0]["masks"][0] for each in runs)
+    trial.require(
+        not torch.equal(first, again),
+        "two runs with different seeds dropped the same elements: the seed is a constant",
+        help="Let rank 0 draw the seed from torch's global stream, so that it follows torch.manual_seed.",
+    )
+
+
+@check("share_dropout")
+def rate_and_scale_are_right(trial: Trial) -> None:
+    """It drops with probability p and scales what stays by 1/(1-p); in eval mode it does nothing."""
+    seen = trial.once(observe_dropout)
+    for rank, result in enumerate(seen.results):
+        mask = result["masks"][0]
+        kept = (mask != 0).double().mean().item()
+        spread = math.sqrt(seen.probability * (1 - seen.probability) / mask.numel())
+        trial.require(
+            abs(kept - (1 - seen.probability)) < 6 * spread,
+            f"{kept:.3f} of the elements stayed; p = {seen.probability} keeps {1 - seen.probability:.3f}",
+            rank=rank,
+        )
+        values = mask[mask != 0]
+        trial.close("what stays of ones", values, torch.full_like(values, 1 / (1 - seen.probability)))
+        trial.close("the output in eval mode", result["asleep"], torch.ones(*seen.shape))
+
+
+@check("share_dropout")
+def other_random_numbers_stay_the_ranks_own(trial: Trial) -> None:
+    """torch's global stream still differs between ranks that were seeded differently."""
+    own = each_rank(trial.once(observe_dropout), "own")
+    for rank in range(1, trial.num_ranks):
+        trial.require(
+            not torch.equal(own[rank], own[0]),
+            f"ranks 0 and {rank} draw the same numbers from torch's global stream afterwards",
+            help="Seed a generator of the dropout's own; torch.manual_seed changes everyone's numbers.",
+            rank=rank,
+        )
+
+
+@check("share_dropout")
+def masks_cost_nothing(trial: Trial) -> None:
+    """Once shared, a dropout communicates no more: agreeing on a seed is enough."""
+    seen = trial.once(observe_dropout)
+    for rank, recording in enumerate(each_rank(seen, "recording")):
+        trial.require(
+            trial.num_ranks == 1 or not recording.select(),
+            f"during three calls there travelled: {told(recording.select())}",
+            help="Equal generators give equal masks, for ever: nothing has to be sent at a call.",
+            rank=rank,
+        )

@@ -1,0 +1,337 @@
+"""One block, from this rank's tokens to this rank's tokens."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import (
+    BACKWARD,
+    Trial,
+    backward,
+    check,
+    drawn_alike,
+    each_rank,
+    exercise,
+    parts,
+    row_order,
+    stand_alone,
+    weights_of,
+)
+from nanogpt.model import Block, GPTConfig
+
+from .masks import drop_as_seen, masks_differ, watch
+from .shared import (
+    BIAS_ADDED_OFTEN,
+    BLOCKS,
+    SIZES,
+    SUMMED_TWICE,
+    alive_before_backward,
+    attention_gradients_are_right,
+    block_gradients_are_right,
+    cut_dim,
+    describe,
+    fused_of,
+    gradients_of,
+    gradients_summed_twice,
+    heads_of,
+    kept_bytes,
+    mark_backward,
+    own_token_gradients,
+    run_on_tokens,
+    sends_at_most,
+    small_config,
+    with_biases_added_often,
+)
+
+exercise(
+    "sequence_parallel_block",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "Begin with tensor_parallel_attention and tensor_parallel_mlp: they cut the weights. Then "
+        "replace the four "
+        "linear layers by ones that begin with gathered_linear, or end with reduce_scatter_sequence.",
+        "CausalSelfAttention.forward reads b and s from its input. What is s there now? Give the "
+        "attention a forward "
+        "that reads them after c_attn, or gather before the attention begins.",
+        "Which parameters has every rank, and uses for its own tokens alone? "
+        "parameter.register_hook(function) is "
+        "called with each backward's gradient, and may return another one.",
+        "A dropout's generator: seed it with a number that all ranks agree on, plus this rank's number "
+        "in the group.",
+    ),
+)
+
+RATE = 0.4
+
+
+def block_probe(rank, plain: list, dropping: list) -> dict:
+    return {
+        "plain": [one_block(rank, *case) for case in plain],
+        "dropping": [one_dropping(rank, *case) for case in dropping],
+    }
+
+
+def built_block(rank, config: dict, weights: dict):
+    """On a rank: the dense block with the judge's weights, given to the learner's function."""
+    block = Block(GPTConfig(**config))
+    block.load_state_dict(weights)
+    block.attn.core.dropout = 0.0
+    return rank.submission.sequence_parallel_block(block.to(rank.device), rank.group)
+
+
+def one_block(rank, config: dict, weights: dict, x: Tensor, upstream: Tensor) -> dict:
+    block = built_block(rank, config, weights)
+    leaf = x.clone().requires_grad_()
+    given = leaf * 1.0  # as the stream is: the norm's input counts as alive only if it is kept
+    given.retain_grad()
+    before = upstream.clone()
+    with rank.record(memory=True) as recording:
+        y = block(given)
+        mark_backward(recording)
+        backward(y, upstream)
+    held = describe(block)
+    backward(block(leaf * 1.0), upstream)
+    return {
+        "output": y,
+        "gradient": None if given.grad is None else given.grad.clone(),
+        "changed": not torch.equal(before, upstream) or not torch.equal(given, x),
+        "twice": gradients_of(block),
+        "recording": recording,
+        **held,
+    }
+
+
+def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
+    n = trial.num_ranks
+    config = small_config(trial, bias=bias)
+    block = drawn_alike(Block(GPTConfig(**config)), trial)
+    shape = (trial.integer(2, 3), n * trial.integer(2, 4), config["n_embd"])
+    x, upstream = trial.normal(*shape), trial.normal(*shape)
+    dense = copy.deepcopy(block).double()
+
+    def run_backward(model: nn.Module) -> dict[str, Tensor]:
+        leaf = x.double().requires_grad_()
+        model(leaf).backward(upstream.double())
+        return {"input": leaf.grad}
+
+    causes = [cause for cause, norms in SUMMED_TWICE.items() if norms == BLOCKS]
+    summed_twice = gradients_summed_twice(dense, causes, n, run_backward)
+    with torch.no_grad():
+        biases_added_often = with_biases_added_often(dense, n)(x.double())
+    own_tokens = own_token_gradients(dense, n)
+    leaf = x.double().requires_grad_()
+    y = dense(leaf)
+    y.backward(upstream.double())
+    return SimpleNamespace(
+        name="with bias" if bias else "without bias",
+        config=config, weights=weights_of(block), x=x, upstream=upstream, own_tokens=own_tokens,
+        summed_twice=summed_twice, biases_added_often=biases_added_often, output=y.detach(),
+        x_gradient=leaf.grad, gradients={k: p.grad for k, p in dense.named_parameters()},
+    )  # fmt: skip
+
+
+def one_dropping(rank, config: dict, weights: dict, seed: int, x: Tensor, upstream: Tensor) -> dict:
+    rank.seed(seed)
+    block = built_block(rank, config, weights).train()
+    rank.seed(seed + 1)
+    runs = []
+    for _ in range(2):
+        seen, hooks = watch([block])
+        y = block(x)
+        runs.append(seen)
+        if len(runs) == 1:
+            backward(y, upstream)
+        for hook in hooks:
+            hook.remove()
+    return {
+        "first": runs[0], "second": runs[1], "gradients": gradients_of(block),
+        "weights": describe(block)["weights"], "asleep": block.eval()(x).detach(),
+    }  # fmt: skip
+
+
+def observe_block(trial: Trial) -> SimpleNamespace:
+    """`plain` and `dropping`: lists of cases with the ranks' results."""
+    n = trial.num_ranks
+    plain = [block_case(trial, True), block_case(trial, False)]
+    config = small_config(trial, dropout=RATE, bias=True, n_embd=36)
+    block = drawn_alike(Block(GPTConfig(**config)), trial)
+    weights = weights_of(block)
+    x, upstream = (trial.normal(2, 12, config["n_embd"]) for _ in range(2))
+    base = trial.integer(1, 10**6)
+    kinds = {"the ranks share a seed": [base] * n, "each rank has a seed": [base + 10 * r for r in range(n)]}
+    dropping = [
+        SimpleNamespace(name=name, block=block, weights=weights, x=x, upstream=upstream) for name in kinds
+    ]
+    xs, upstreams = parts(x, 1, n), parts(upstream, 1, n)
+    runs = [
+        (
+            [(c.config, c.weights, parts(c.x, 1, n)[r], parts(c.upstream, 1, n)[r]) for c in plain],
+            [(config, weights, seeds[r], xs[r], upstreams[r]) for seeds in kinds.values()],
+        )
+        for r in range(n)
+    ]
+    results = run_on_tokens(trial, block_probe, runs)
+    for name, cases in (("plain", plain), ("dropping", dropping)):
+        for number, case in enumerate(cases):
+            case.results = [result[name][number] for result in results]
+    return SimpleNamespace(plain=plain, dropping=dropping)
+
+
+@check("sequence_parallel_block")
+def block_output_is_the_dense_one(trial: Trial) -> None:
+    """Called with this rank's tokens, the block returns the dense block's output for them."""
+    for seen in trial.once(observe_block).plain:
+        trial.close(
+            f"the output ({seen.name})",
+            each_rank(seen, "output"),
+            parts(seen.output, 1, trial.num_ranks),
+            alternatives={BIAS_ADDED_OFTEN: parts(seen.biases_added_often, 1, trial.num_ranks)},
+            help="Gather before the cut products, reduce-scatter after them. And which s does attention see?",
+        )
+        for rank, changed in enumerate(each_rank(seen, "changed")):
+            trial.require(not changed, "the input or the incoming gradient was changed in place", rank=rank)
+
+
+@check("sequence_parallel_block")
+def block_input_gradient_is_the_dense_one(trial: Trial) -> None:
+    """The gradient of this rank's tokens is the dense block's, complete."""
+    for seen in trial.once(observe_block).plain:
+        trial.close(
+            f"the gradient of the input ({seen.name})",
+            each_rank(seen, "gradient"),
+            parts(seen.x_gradient, 1, trial.num_ranks),
+            alternatives={
+                cause: parts(doubled["input"], 1, trial.num_ranks)
+                for cause, doubled in seen.summed_twice.items()
+            },
+            help="A gather's backward must sum: every rank's features pull at every token.",
+        )
+
+
+@check("sequence_parallel_block")
+def block_is_cut_and_names_stay(trial: Trial) -> None:
+    """Each rank has its slice of every matrix, in tensors of their own, under the dense block's names."""
+    n = trial.num_ranks
+    for seen in trial.once(observe_block).plain:
+        for rank, held in enumerate(each_rank(seen, "weights")):
+            odd = sorted(set(seen.weights) ^ set(held))
+            trial.require(
+                not odd,
+                f"parameters are missing, or new: {', '.join(odd)}",
+                help="A layer that replaces c_attn must have a parameter called weight, and bias where "
+                "there was "
+                "one: hand over the Parameter of the cut layer.",
+                rank=rank,
+            )
+            trial.require(
+                row_order(fused_of(held, ""), heads_of(fused_of(seen.weights, ""), rank, n)) is not None,
+                "attn.c_attn does not hold this rank's heads of q, of k and of v",
+                rank=rank,
+            )
+        for name, whole in seen.weights.items():
+            if ".c_attn." not in name:
+                dim = cut_dim(name)
+                trial.close(
+                    name, each_rank(seen, "weights", name), whole if dim is None else parts(whole, dim, n)
+                )
+        stand_alone(trial, seen.results)
+
+
+@check("sequence_parallel_block")
+def norms_and_biases_are_summed(trial: Trial) -> None:
+    """Norms and the biases after a reduce-scatter have the dense gradient, the same on every rank."""
+    for seen in trial.once(observe_block).plain:
+        block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=True)
+
+
+@check("sequence_parallel_block")
+def slices_have_the_dense_gradient(trial: Trial) -> None:
+    """Every slice of a matrix has its part of the dense gradient."""
+    for seen in trial.once(observe_block).plain:
+        block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=False)
+        attention_gradients_are_right(trial, seen, "gradients", "")
+
+
+@check("sequence_parallel_block")
+def two_passes_add_up(trial: Trial) -> None:
+    """After a second pass every gradient is twice the dense one: each backward is summed once."""
+    for seen in trial.once(observe_block).plain:
+        block_gradients_are_right(trial, seen, "twice", "", 2)
+
+
+@check("sequence_parallel_block")
+def block_sends_what_tensor_parallel_sends(trial: Trial) -> None:
+    """Forward two all-gathers and two reduce-scatters; backward the same, and what is gathered again."""
+    for seen in trial.once(observe_block).plain:
+        whole = seen.x.numel() * 4
+        small = 2 * sum(4 * g.numel() for name, g in seen.gradients.items() if cut_dim(name) is None)
+        help = "An all-reduce of which a part is thrown away sends twice as much as a reduce-scatter."
+        means = "two all-gathers and two reduce-scatters of (b, s, h)"
+        sends_at_most(trial, seen, "", 4 * whole, means, help)
+        means = "four all-gathers, two reduce-scatters and the sums of norms and biases"
+        sends_at_most(trial, seen, BACKWARD, 6 * whole + small, means, help)
+
+
+@check("sequence_parallel_block")
+def block_keeps_what_the_formula_says(trial: Trial) -> None:
+    """Between forward and backward no more is alive than 2 + 14/n times (b, s, h), and small terms."""
+    for seen in trial.once(observe_block).plain:
+        b, s, h = seen.x.shape
+        n = trial.num_ranks
+        part = 4 * b * s * h // n
+        allowed = kept_bytes(seen.config, b, s, n, masks=False)
+        for rank, recording in enumerate(each_rank(seen, "recording")):
+            alive = alive_before_backward(recording)
+            trial.require(
+                alive <= allowed + part // 2,
+                f"{alive:,} bytes are alive after the forward: {allowed:,} are expected if the linear "
+                "layers keep "
+                f"their gathered inputs, {allowed - 2 * (n - 1) * part:,} if they gather them again "
+                f"({seen.name})",
+                help="Norms and the stream have s/n tokens. What else is kept whole, (b, s, h)?",
+                rank=rank,
+            )
+
+
+@check("sequence_parallel_block")
+def block_computes_its_share(trial: Trial) -> None:
+    """Each rank computes 1/n of the dense block's products."""
+    n = trial.num_ranks
+    for seen in trial.once(observe_block).plain:
+        b, s, h = seen.x.shape
+        share = (24 * b * s * h * h + 4 * b * s * s * h) / n
+        for rank, recording in enumerate(each_rank(seen, "recording")):
+            flops = recording.flops(after="")
+            trial.require(
+                flops <= 1.05 * share,
+                f"the forward computed {flops:,} FLOPs, where {share:,.0f} are 1/{n} of the dense block's",
+                help="Multiply with this rank's slices alone.",
+                rank=rank,
+            )
+
+
+@check("sequence_parallel_block")
+def block_dropouts_differ_between_ranks(trial: Trial) -> None:
+    """Ranks drop different elements of their different tokens, also if they share a seed."""
+    for seen in trial.once(observe_block).dropping:
+        masks_differ(trial, seen.results, RATE, False, seen.name)
+
+
+@check("sequence_parallel_block")
+def gradients_know_what_was_dropped(trial: Trial) -> None:
+    """With dropout the gradients are the dense block's with the same elements dropped; none in eval mode."""
+    for seen in trial.once(observe_block).dropping:
+        dense = copy.deepcopy(seen.block).double()
+        with torch.no_grad():
+            expected = copy.deepcopy(dense).eval()(seen.x.double())
+        asleep = parts(expected, 1, trial.num_ranks)
+        trial.close(f"the output in eval mode ({seen.name})", each_rank(seen, "asleep"), asleep)
+        seen.own_tokens = {}
+        if drop_as_seen(dense, [dense], seen, RATE, False):
+            dense(seen.x.double()).backward(seen.upstream.double())
+            seen.gradients = {name: p.grad for name, p in dense.named_parameters()}
+            block_gradients_are_right(trial, seen, "gradients", "", 1)
+            attention_gradients_are_right(trial, seen, "gradients", "")

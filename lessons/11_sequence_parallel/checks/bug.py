@@ -1,0 +1,143 @@
+"""Find the bug: a low-rank adapter under sequence parallelism."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
+
+from .shared import SIZES, describe, gradients_of, sends_at_most
+
+exercise(
+    "AdaptedRowLinear",
+    world_sizes=SIZES,
+    subgroup=True,
+    uses=("reduce_scatter_sequence",),
+    hints=(
+        "Two parameters learn. For each: does every rank have all of it? And which tokens does a rank "
+        "use it for?",
+        "down is cut, as the weight beside it is, and meets all tokens. up is whole on every rank, and "
+        "meets this "
+        "rank's tokens alone.",
+        "up is to this layer what a norm's weight is to a block. How did you complete the norm's gradient?",
+    ),
+)
+
+
+def adapter_probe(rank, sizes: tuple, weights: dict, x: Tensor, upstream: Tensor) -> dict:
+    layer = rank.submission.AdaptedRowLinear(*sizes, group=rank.group).to(rank.device)
+    zero_at_first = not layer.up.any()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(weights[name])
+    x = x.clone().requires_grad_()
+    with rank.record() as recording:
+        y = layer(x)
+        recording.mark(BACKWARD)
+        backward(y, upstream)
+    held = describe(layer)
+    gradient = None if x.grad is None else x.grad.clone()
+    backward(layer(x), upstream)
+    return {
+        "output": y, "gradient": gradient, "twice": gradients_of(layer), "recording": recording,
+        "zero_at_first": zero_at_first, **held,
+    }  # fmt: skip
+
+
+def observe_adapter(trial: Trial) -> SimpleNamespace:
+    n, low = trial.num_ranks, trial.integer(2, 3)
+    width, out, batch, s = 12 * trial.integer(1, 2), trial.choice([10, 14]), 2, n * trial.integer(2, 4)
+    weight, bias = trial.normal(out, width) / math.sqrt(width), trial.normal(out)
+    down, up = trial.normal(low, width) / math.sqrt(width), trial.normal(out, low)
+    x, upstream = trial.normal(batch, s, width), trial.normal(batch, s, out)
+    leaves = [t.double().requires_grad_() for t in (x, down, up)]
+    whole_x, whole_down, whole_up = leaves
+    y = whole_x @ weight.double().T + whole_x @ whole_down.T @ whole_up.T + bias.double()
+    y.backward(upstream.double())
+    low_x = (whole_x @ whole_down.T).detach()
+    own_up = [
+        u.flatten(0, 1).double().T @ z.flatten(0, 1)
+        for u, z in zip(parts(upstream, 1, n), parts(low_x, 1, n), strict=True)
+    ]
+    runs = []
+    for r in range(n):
+        cut = {"weight": parts(weight, 1, n)[r], "down": parts(down, 1, n)[r], "bias": bias, "up": up}
+        runs.append(((width, out, low), cut, parts(x, 2, n)[r].contiguous(), parts(upstream, 1, n)[r]))
+    results = trial.run(adapter_probe, per_rank=runs)
+    return SimpleNamespace(
+        results=results, output=y.detach(), x_gradient=whole_x.grad, down=whole_down.grad, up=whole_up.grad,
+        own_up=own_up, sizes=(batch, s, out, low),
+    )  # fmt: skip
+
+
+@check("AdaptedRowLinear")
+def adapter_output_stays_right(trial: Trial) -> None:
+    """The output is this rank's tokens of the dense layer with its adapter (it was before, too)."""
+    seen = trial.once(observe_adapter)
+    trial.close("the output", each_rank(seen, "output"), parts(seen.output, 1, trial.num_ranks))
+    for rank, zero in enumerate(each_rank(seen, "zero_at_first")):
+        trial.require(zero, "up is not zero at the start: the adapter changes the model at once", rank=rank)
+
+
+@check("AdaptedRowLinear")
+def up_learns_from_all_tokens(trial: Trial) -> None:
+    """The gradient of `up` comes from all tokens, and is the same on every rank."""
+    seen = trial.once(observe_adapter)
+    trial.close(
+        "the gradient of up",
+        [g.get("up") for g in each_rank(seen, "gradients")],
+        seen.up,
+        alternatives={
+            "only what this rank's own tokens gave: every rank trains an adapter of its own": seen.own_up,
+            "the mean over the ranks, where the sum belongs: each rank saw other tokens": seen.up
+            / trial.num_ranks,
+            "what rank 0's tokens gave, on every rank": seen.own_up[0],
+        },
+        help="Every rank has all of up, and uses it for its own tokens.",
+    )
+
+
+@check("AdaptedRowLinear")
+def down_and_x_stay_right(trial: Trial) -> None:
+    """The gradients of `down` and of x are this rank's slices of the dense ones (they were before, too)."""
+    seen = trial.once(observe_adapter)
+    n = trial.num_ranks
+    trial.close(
+        "the gradient of down",
+        [g.get("down") for g in each_rank(seen, "gradients")],
+        parts(seen.down, 1, n),
+        help="down is cut: each rank has the whole gradient of its own columns.",
+    )
+    trial.close("the gradient of x", each_rank(seen, "gradient"), parts(seen.x_gradient, 2, n))
+
+
+@check("AdaptedRowLinear")
+def adapter_passes_add_up(trial: Trial) -> None:
+    """After a second pass the gradients of `up` and `down` are twice as large; the layer stays frozen."""
+    seen = trial.once(observe_adapter)
+    twice = each_rank(seen, "twice")
+    trial.close("the gradient of up after two passes", [g.get("up") for g in twice], 2 * seen.up)
+    down = [2 * g for g in parts(seen.down, 1, trial.num_ranks)]
+    trial.close("the gradient of down after two passes", [g.get("down") for g in twice], down)
+    for rank, gradients in enumerate(twice):
+        trial.require(
+            not set(gradients) & {"weight", "bias"},
+            "the frozen layer has a gradient: only the adapter learns",
+            rank=rank,
+        )
+
+
+@check("AdaptedRowLinear")
+def adapter_sends_little(trial: Trial) -> None:
+    """One (b, s, out) each way, r numbers a token, and what `up` itself weighs."""
+    seen = trial.once(observe_adapter)
+    b, s, out, low = seen.sizes
+    whole, thin, up = 4 * b * s * out, 4 * b * s * low, 4 * out * low
+    help = "The tokens' own numbers were where they belong. Only up's gradient, (out, r), needs a sum."
+    sends_at_most(
+        trial, seen, "", whole + 2 * thin, "one reduce-scatter of y and one of r numbers a token", help
+    )
+    means = "one all-gather of y's gradient, r numbers a token, and a sum of up's gradient"
+    sends_at_most(trial, seen, BACKWARD, whole + 2 * thin + 2 * up, means, help)

@@ -1,0 +1,188 @@
+"""A column-parallel product that gathers its input, forgets it, and gathers it again."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
+
+from .shared import SIZES, alive_before_backward, mark_backward, sends_at_most
+
+exercise(
+    "gathered_linear",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "An autograd.Function decides for itself what is kept: ctx.save_for_backward(x, weight), with "
+        "the x that came "
+        "in. F.linear inside its forward keeps nothing.",
+        "y = X W^T + bias, X gathered. Backward: the gradient of X is gradient @ weight; that of the "
+        "weight is "
+        "gradient^T @ X; that of the bias is the gradient, summed over tokens.",
+        "This rank's gradient of X is a part of a sum: which of your functions brings each rank its "
+        "tokens? And the "
+        "weight's gradient needs X whole: gather it once more.",
+    ),
+)
+
+
+def linear_probe(rank, cases: list) -> list[dict]:
+    return [one_linear(rank, *case) for case in cases]
+
+
+def one_linear(rank, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor) -> dict:
+    leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (x, weight, bias)]
+    given = upstream.clone()
+    with rank.record(memory=True) as recording:
+        y = rank.submission.gathered_linear(*leaves, rank.group)
+        mark_backward(recording)
+        backward(y, upstream)
+    gradients = [None if leaf is None or leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+    backward(rank.submission.gathered_linear(*leaves, rank.group), upstream)
+    return {
+        "output": y,
+        "x": gradients[0],
+        "weight": gradients[1],
+        "bias": gradients[2],
+        "weight_twice": leaves[1].grad,
+        "changed": not torch.equal(given, upstream)
+        or any(
+            leaf is not None and not torch.equal(leaf, was)
+            for leaf, was in zip(leaves, (x, weight, bias), strict=True)
+        ),
+        "recording": recording,
+    }
+
+
+def linear_case(trial: Trial, with_bias: bool) -> SimpleNamespace:
+    n, batch, own = trial.num_ranks, trial.integer(2, 3), trial.integer(3, 5)
+    width, out = trial.choice([10, 14]), trial.choice([5, 9])
+    xs = [trial.normal(batch, own, width) for _ in range(n)]
+    weights = [trial.normal(out, width) for _ in range(n)]
+    biases = [trial.normal(out) if with_bias else None for _ in range(n)]
+    upstreams = [trial.normal(batch, n * own, out) for _ in range(n)]
+    whole = torch.cat(xs, 1).double().requires_grad_()
+    case = SimpleNamespace(xs=xs, weights=weights, biases=biases, upstreams=upstreams, name="with bias")
+    case.name = "with bias" if with_bias else "without bias"
+    case.outputs, case.for_weight, case.for_bias = [], [], []
+    for weight, bias, upstream in zip(weights, biases, upstreams, strict=True):
+        w = weight.double().requires_grad_()
+        b = None if bias is None else bias.double().requires_grad_()
+        y = F.linear(whole, w, b)
+        y.backward(upstream.double())
+        case.outputs.append(y.detach())
+        case.for_weight.append(w.grad)
+        case.for_bias.append(None if b is None else b.grad)
+    case.for_x = parts(whole.grad, 1, n)
+    case.whole_bytes = whole.numel() * 4
+    return case
+
+
+def observe_linear(trial: Trial) -> list[SimpleNamespace]:
+    cases = [linear_case(trial, True), linear_case(trial, False)]
+    runs = [
+        ([(c.xs[r], c.weights[r], c.biases[r], c.upstreams[r]) for c in cases],)
+        for r in range(trial.num_ranks)
+    ]
+    results = trial.run(linear_probe, per_rank=runs)
+    for number, case in enumerate(cases):
+        case.results = [result[number] for result in results]
+    return cases
+
+
+@check("gathered_linear")
+def product_of_all_tokens(trial: Trial) -> None:
+    """The output is this rank's features of all tokens, (b, s, out/n), with its bias."""
+    for seen in trial.once(observe_linear):
+        trial.close(f"the output ({seen.name})", each_rank(seen, "output"), seen.outputs)
+
+
+@check("gathered_linear")
+def gradient_of_own_tokens(trial: Trial) -> None:
+    """The gradient of x is the sum of what all ranks' features found for this rank's tokens."""
+    for seen in trial.once(observe_linear):
+        n = trial.num_ranks
+        alone = [
+            parts(u.double() @ w.double(), 1, n)[r]
+            for r, (u, w) in enumerate(zip(seen.upstreams, seen.weights, strict=True))
+        ]
+        trial.close(
+            f"the gradient of x ({seen.name})",
+            each_rank(seen, "x"),
+            seen.for_x,
+            alternatives={"only this rank's features: nothing was summed": alone},
+            help="gradient @ weight is this rank's part of a sum: reduce-scatter it.",
+        )
+
+
+@check("gathered_linear")
+def weight_learns_from_all_tokens(trial: Trial) -> None:
+    """The gradients of weight and bias come from all tokens, and two passes add up."""
+    for seen in trial.once(observe_linear):
+        own = []
+        for rank, (x, upstream) in enumerate(zip(seen.xs, seen.upstreams, strict=True)):
+            mine = parts(upstream, 1, trial.num_ranks)[rank]
+            own.append(mine.flatten(0, 1).double().T @ x.flatten(0, 1).double())
+        trial.close(
+            f"the gradient of the weight ({seen.name})",
+            each_rank(seen, "weight"),
+            seen.for_weight,
+            alternatives={
+                "only this rank's own tokens: x was not gathered again": own,
+                "summed over the ranks, but each rank has rows of its own": sum(seen.for_weight),
+            },
+            help="gradient^T @ X, with the X of all tokens: gather x once more.",
+        )
+        trial.close(
+            f"the gradient of the weight after two passes ({seen.name})",
+            each_rank(seen, "weight_twice"),
+            [2 * g for g in seen.for_weight],
+        )
+        if seen.for_bias[0] is not None:
+            mine = [parts(u, 1, trial.num_ranks)[r].sum((0, 1)) for r, u in enumerate(seen.upstreams)]
+            trial.close(
+                f"the gradient of the bias ({seen.name})",
+                each_rank(seen, "bias"),
+                seen.for_bias,
+                alternatives={
+                    "only this rank's own tokens: the gradient that comes in is that of all tokens": mine,
+                    "summed over the ranks, but each rank has rows of its own": sum(seen.for_bias),
+                },
+                help="The gradient of y, summed over all s tokens.",
+            )
+
+
+@check("gathered_linear")
+def keeps_its_own_tokens_only(trial: Trial) -> None:
+    """Between forward and backward nothing is alive but the output: the gathered x is gone."""
+    for seen in trial.once(observe_linear):
+        for rank, recording in enumerate(each_rank(seen, "recording")):
+            alive, output = alive_before_backward(recording), seen.outputs[rank].numel() * 4
+            trial.require(
+                alive - output < seen.whole_bytes // 2,
+                f"{alive:,} bytes were made and are still there after the forward: the output has "
+                f"{output:,}, and "
+                f"the gathered x {seen.whole_bytes:,} ({seen.name})",
+                help="Save the x that came in, (b, s/n, in), and gather it again in backward.",
+                rank=rank,
+            )
+
+
+@check("gathered_linear")
+def gathers_twice_and_reduces_once(trial: Trial) -> None:
+    """Forward one all-gather; backward one all-gather and one reduce-scatter."""
+    for seen in trial.once(observe_linear):
+        help = "x travels forward and once more backward, its gradient once; no weights, no outputs."
+        sends_at_most(trial, seen, "", seen.whole_bytes, "one all-gather of x would", help)
+        means = "one all-gather and one reduce-scatter of x would"
+        sends_at_most(trial, seen, BACKWARD, 2 * seen.whole_bytes, means, help)
+
+
+@check("gathered_linear")
+def linear_leaves_its_inputs_alone(trial: Trial) -> None:
+    """Neither x, weight and bias nor the incoming gradient are changed."""
+    for seen in trial.once(observe_linear):
+        for rank, changed in enumerate(each_rank(seen, "changed")):
+            trial.require(not changed, f"one of the inputs was changed in place ({seen.name})", rank=rank)

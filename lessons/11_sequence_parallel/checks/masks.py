@@ -1,0 +1,129 @@
+"""What was dropped, read off the residual stream; and the dense model with the same elements dropped."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import Trial, each_rank
+
+from .shared import local
+
+PLACES = ("in", "middle", "out")
+"""Of a block: what enters it, what its second norm reads, what leaves it."""
+
+
+def watch(blocks) -> tuple[list[dict], list]:
+    """On a rank: dictionaries that fill up with the stream in each block, and hooks to remove."""
+    seen: list[dict] = [{} for _ in blocks]
+    hooks = []
+
+    def keep(place: dict, key: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            place[key] = local(value.detach()).clone()
+
+    for place, block in zip(seen, blocks, strict=True):
+        hooks += [
+            block.register_forward_pre_hook(lambda _, given, place=place: keep(place, "in", *given[:1])),
+            block.ln_2.register_forward_pre_hook(
+                lambda _, given, place=place: keep(place, "middle", *given[:1])
+            ),
+            block.register_forward_hook(lambda _, given, out, place=place: keep(place, "out", out)),
+        ]
+    return seen, hooks
+
+
+def patterns(results: list[dict], which: str, embedded: bool) -> list[tuple[str, list[Tensor]]]:
+    """(what was dropped, which elements stayed, by rank), as far as every rank's stream could be seen."""
+    found = []
+    for number in range(len(results[0][which])):
+        streams = [result[which][number] for result in results]
+        if any(set(stream) != set(PLACES) for stream in streams):
+            continue
+        if len({tuple(tensor.shape) for stream in streams for tensor in stream.values()}) != 1:
+            continue
+        if number == 0 and embedded:
+            found.append(("the embedding", [stream["in"] != 0 for stream in streams]))
+        found.append((f"block {number}, attention", [s["middle"] != s["in"] for s in streams]))
+        found.append((f"block {number}, MLP", [s["out"] != s["middle"] for s in streams]))
+    return found
+
+
+def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool, seeds: str) -> None:
+    """Between ranks, and from call to call."""
+    first, second = (patterns(results, which, embedded) for which in ("first", "second"))
+    for (what, kept), (_, later) in zip(first, second, strict=True):
+        for rank, mask in enumerate(kept):
+            dropped = 1 - mask.double().mean().item()
+            trial.require(
+                abs(dropped - rate) < 6 * math.sqrt(rate * (1 - rate) / mask.numel()),
+                f"{dropped:.0%} of the elements were dropped after {what}, where p = {rate}",
+                rank=rank,
+            )
+            trial.require(
+                not torch.equal(mask, later[rank]),
+                f"two calls dropped the same elements after {what}",
+                rank=rank,
+            )
+            for other in range(rank):
+                trial.require(
+                    not alike(mask, kept[other], rate),
+                    f"ranks {other} and {rank}, which hold different tokens, dropped the same elements after "
+                    f"{what} ({seeds})",
+                    help="Draw a seed for each dropout, send rank 0's to all ranks, add group.rank(), and "
+                    "seed the dropout's generator with that. (With group.rank() alone every dropout of a "
+                    "rank would draw the same masks.)",
+                    cause="one mask for different tokens: share_dropout of lesson 10, or the ranks' "
+                    "common seed",
+                    rank=rank,
+                )
+
+
+def alike(a: Tensor, b: Tensor, rate: float) -> bool:
+    """Whether two masks agree more often than chance."""
+    chance = rate**2 + (1 - rate) ** 2
+    agreement = (a == b).double().mean().item()
+    return agreement > chance + 6 * math.sqrt(chance * (1 - chance) / a.numel())
+
+
+class Masked(nn.Module):
+    """A dropout that keeps what it is told to keep."""
+
+    def __init__(self, keep: Tensor, rate: float) -> None:
+        super().__init__()
+        self.scale = keep.double() / (1 - rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def drop_as_seen(model: nn.Module, blocks, seen: SimpleNamespace, rate: float, embedded: bool) -> bool:
+    """Have a dense model drop what the ranks dropped in their first run; False where that is not known."""
+    found = [torch.cat(kept, 1) for _, kept in patterns(seen.results, "first", embedded)]
+    if len(found) != 2 * len(blocks) + embedded:
+        return False
+    if embedded:
+        model.transformer.drop = Masked(found.pop(0), rate)
+    for block in blocks:
+        block.attn.resid_dropout = Masked(found.pop(0), rate)
+        block.mlp.dropout = Masked(found.pop(0), rate)
+        block.attn.core.dropout = 0.0
+    return True
+
+
+def stream_is_cut(trial: Trial, seen: SimpleNamespace, num_elements: int) -> None:
+    """Whatever part of the stream was seen has this rank's tokens, in any layout."""
+    for rank, streams in enumerate(each_rank(seen, "first")):
+        for number, stream in enumerate(streams):
+            for place, told in zip(PLACES, ("enters", "is normed inside", "leaves"), strict=True):
+                tensor = stream.get(place)
+                trial.require(
+                    tensor is None or tensor.numel() == num_elements,
+                    f"what {told} block {number} is {tuple(getattr(tensor, 'shape', ()))}: "
+                    f"{num_elements:,} elements, "
+                    f"1/{trial.num_ranks} of the tokens, are this rank's part",
+                    help="Between a reduce-scatter and the next gather every rank holds its own tokens "
+                    "alone.",
+                    rank=rank,
+                )

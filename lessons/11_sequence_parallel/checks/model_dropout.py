@@ -1,0 +1,87 @@
+"""The whole model with dropout: what each rank holds, drops, keeps and learns."""
+
+import torch
+
+from grader.checks import Trial, check, each_rank
+
+from .masks import drop_as_seen, masks_differ, stream_is_cut
+from .model import table_gradients_are_right
+from .model_runs import RATE, WORDS, dense_model, observe_model
+from .shared import (
+    alive_before_backward,
+    attention_gradients_are_right,
+    block_gradients_are_right,
+    kept_bytes,
+)
+
+
+@check("sequence_parallelize")
+def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
+    """What enters and leaves a block, and what its norms read, are s/n tokens."""
+    for seen in trial.once(observe_model).dropping:
+        stream_is_cut(trial, seen, seen.idx.numel() * seen.config["n_embd"] // trial.num_ranks)
+
+
+@check("sequence_parallelize")
+def dropout_differs_where_tokens_differ(trial: Trial) -> None:
+    """Ranks drop different elements of their different tokens, also if they share a seed."""
+    for seen in trial.once(observe_model).dropping:
+        masks_differ(trial, seen.results, RATE, True, seen.name)
+
+
+@check("sequence_parallelize")
+def gradients_are_right_with_dropout(trial: Trial) -> None:
+    """With dropout, loss and gradients are the dense model's with the same elements dropped."""
+    for seen in trial.once(observe_model).dropping[:1]:
+        dense = dense_model(seen.config, seen.weights)
+        if not drop_as_seen(dense, dense.transformer.h, seen, RATE, True):
+            return  # this program calls no norms and blocks that could be watched
+        loss = dense(seen.idx, seen.targets)[1]
+        loss.backward()
+        trial.close(
+            f"the loss ({seen.name})",
+            [result["losses"][0] for result in seen.results],
+            loss.detach(),
+            help="Where all ranks hold the same tokens, they must drop the same elements; where they "
+            "hold their own, "
+            "their own.",
+        )
+        seen.gradients = {name: p.grad for name, p in dense.named_parameters()}
+        seen.own_tokens = {}
+        block_gradients_are_right(trial, seen, "gradients", "", 1)
+        for layer in range(seen.config["n_layer"]):
+            attention_gradients_are_right(trial, seen, "gradients", f"transformer.h.{layer}.")
+        table_gradients_are_right(trial, seen, "gradients", 1)
+
+
+@check("sequence_parallelize")
+def nothing_is_dropped_in_eval_mode(trial: Trial) -> None:
+    """In eval mode the loss is the dense model's."""
+    for seen in trial.once(observe_model).dropping[:1]:
+        dense = dense_model(seen.config, seen.weights).eval()
+        with torch.no_grad():
+            expected = dense(seen.idx, seen.targets)[1]
+        trial.close(f"the loss in eval mode ({seen.name})", each_rank(seen, "asleep"), expected)
+
+
+@check("sequence_parallelize")
+def bytes_alive_are_what_the_formula_says(trial: Trial) -> None:
+    """With dropout no more is alive after the forward than 2 + 16/n times (b, s, h) a block, and the head."""
+    for seen in trial.once(observe_model).dropping[:1]:
+        (b, s), n, h = seen.idx.shape, trial.num_ranks, seen.config["n_embd"]
+        layers, part = seen.config["n_layer"], 4 * b * s * h // n
+        block = kept_bytes(seen.config, b, s, n, masks=True)
+        logits = 4 * b * s * -(-WORDS // n)
+        # The embedding's mask; the last norm's input and what the head reads; logits and loss; indices.
+        rest = 2 * part + n * part + 6 * logits + 64 * b * s
+        for rank, recording in enumerate(each_rank(seen, "recording")):
+            alive, allowed = alive_before_backward(recording), layers * block + rest
+            trial.require(
+                alive <= allowed + layers * part // 2,
+                f"{alive:,} bytes are alive after the forward: {allowed:,} are expected if the linear "
+                "layers keep their "
+                f"gathered inputs, {allowed - 2 * layers * (n - 1) * part:,} if they gather them again",
+                help="Norms, masks and the stream have s/n tokens on a rank. What else is kept whole, "
+                "(b, s, h)?",
+                rank=rank,
+            )

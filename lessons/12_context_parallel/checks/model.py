@@ -1,0 +1,469 @@
+"""Checks of `context_parallelize`: a GPT of which every rank computes a part of the sequence."""
+
+import copy
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from grader.checks import Trial, check, exercise, is_close
+from nanogpt.model import GPT, Dropout, GPTConfig
+
+from .shared import (
+    BACKWARD,
+    FEW,
+    SIZES,
+    Watch,
+    attention,
+    causal,
+    hops_at_most,
+    neighbours_only,
+    nothing_is_long,
+    plain_positions,
+    zigzag_positions,
+)
+
+exercise(
+    "context_parallelize",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "GPT.forward is made of embed, the blocks, head and loss. Only attention looks at other tokens: its "
+        "`core` is a part that you can replace. embed and loss are methods that you can replace, too.",
+        "The loss: sum the cross entropies of your own tokens, all-reduce the sum and the number of counted "
+        "targets, divide. An all-reduce knows no backward: let the gradient flow through your own sum alone.",
+        "Each rank's backward finds the part of a parameter's gradient that its own tokens make. "
+        "parameter.register_hook(hook) is given what one backward adds, before it is added to .grad.",
+    ),
+)
+
+
+def small_config(trial: Trial, **changed: Any) -> dict:
+    """A small GPT, of which no size is that of the sequence."""
+    length = 2 * trial.num_ranks * trial.choice((3, 5))
+    sizes = {"block_size": length + 2 * trial.num_ranks, "vocab_size": 29, "n_layer": 2, "n_head": 5}
+    return {**sizes, "n_embd": 20, "bias": trial.choice((True, False)), "length": length, **changed}
+
+
+def config_of(sizes: dict) -> GPTConfig:
+    return GPTConfig(**{key: value for key, value in sizes.items() if key != "length"})
+
+
+def drawn(trial: Trial, sizes: dict) -> dict[str, Tensor]:
+    """Weights with which attention, positions and biases all matter.
+
+    None sharpens the softmax: with c_attn twice as large, fp32 alone comes near the tolerance now and then.
+    """
+    weights = {}
+    for name, parameter in GPT(config_of(sizes)).named_parameters():
+        scale = 1 / math.sqrt(parameter.size(-1)) if parameter.dim() > 1 else 0.5
+        gain = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+        weights[name] = gain + (2.0 if "wpe" in name else 1.0) * scale * trial.normal(*parameter.shape)
+    return weights
+
+
+def built(sizes: dict, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> GPT:
+    model = GPT(config_of(sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model.to(dtype)
+
+
+class Masked(nn.Module):
+    """An attention core with a mask of the judge's."""
+
+    def __init__(self, seen: Tensor) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, self.seen)[0]
+
+
+def each_loss(model: GPT, idx: Tensor, targets: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    """Cross entropy of every target (b, s), 0 where it is -1, in one process, with any positions and mask."""
+    model = copy.deepcopy(model).double()
+    for block in model.transformer.h:
+        block.attn.core = Masked(seen)
+    x = model.embed(idx, positions)
+    for block in model.transformer.h:
+        x = block(x)
+    return F.cross_entropy(model.head(x).transpose(1, 2), targets, ignore_index=-1, reduction="none")
+
+
+def dense(sizes: dict, weights: dict, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of one process."""
+    model = built(sizes, weights, torch.float64).eval()
+    loss = model(idx, targets)[1]
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def other_losses(seen: SimpleNamespace, targets: Tensor) -> dict[str, Any]:
+    """Cause → the loss that it leads to, one or one a rank."""
+    n, s = seen.num_ranks, targets.size(1)
+    model = built(seen.sizes, seen.weights)
+    losses = each_loss(model, seen.idx, targets, torch.arange(s), causal(s)).detach()
+    count = (targets != -1).sum()
+    found: dict[str, Any] = {
+        "it is the sum over the tokens, not the mean": losses.sum(),
+        "ignored targets (-1) are counted in the mean": losses.mean(),
+    }
+    if n == 1:
+        return found
+    for way, where in (("plain", plain_positions), ("zigzag", zigzag_positions)):
+        parts = [where(s, r, n) for r in range(n)]
+        sums = torch.stack([losses[:, p].sum() for p in parts])
+        counts = torch.stack([(targets[:, p] != -1).sum() for p in parts])
+        local = torch.empty(s, dtype=torch.int64)
+        owner = torch.empty(s, dtype=torch.int64)
+        for r, p in enumerate(parts):
+            local[p], owner[p] = torch.arange(len(p)), r
+        alike = owner.unsqueeze(1) == owner.unsqueeze(0)
+
+        def mean(positions: Tensor, mask: Tensor, targets: Tensor = targets, count: Tensor = count) -> Tensor:
+            return each_loss(model, seen.idx, targets, positions, mask).detach().sum() / count
+
+        found |= {
+            f"the ranks' own means are averaged, and they count different numbers ({way} parts)": (
+                sums / counts
+            ).mean(),
+            f"the ranks' own means are added up ({way} parts)": (sums / counts).sum(),
+            f"it is this rank's own mean ({way} parts)": list(sums / counts),
+            f"it is this rank's own sum, over the count of all ({way} parts)": list(sums / count),
+            f"positions count from 0 on every rank ({way} parts)": mean(local, causal(s)),
+            f"tokens see those of their own rank only ({way} parts)": mean(
+                torch.arange(s), causal(s) & alike
+            ),
+            f"that, and positions from 0 on every rank ({way} parts)": mean(local, causal(s) & alike),
+        }
+    return found
+
+
+def uneven(trial: Trial, sizes: dict, b: int) -> Tensor:
+    """Targets of which the ranks count different numbers, with plain and with zigzag parts."""
+    length, n = sizes["length"], trial.num_ranks
+    share = torch.full((2 * n,), 0.9)
+    share[0], share[-1] = 0.15, 0.4
+    keep = torch.rand(b, length, generator=torch.Generator().manual_seed(trial.seed()))
+    keep = keep < share.repeat_interleave(length // (2 * n))
+    keep[0, 1] = keep[0, length // 2] = True
+    return trial.tokens(sizes["vocab_size"], b, length).masked_fill(~keep, -1)
+
+
+def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[Tensor]) -> dict:
+    """A recorded pass over the first targets, one of half the loss over the second, one over the third."""
+    model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
+    before = [x.clone() for x in (idx, *all_targets)]
+    with rank.record() as recording, Watch(sizes["length"], dims=3) as watch:
+        loss = model(idx, all_targets[0])[1]
+        forward, watch.long = watch.long, ""
+        recording.mark(BACKWARD)
+        loss.backward()
+    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    second_loss = model(idx, all_targets[1])[1]
+    (0.5 * second_loss).backward()
+    both = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    third_loss = model(idx, all_targets[2])[1]
+    return {
+        "losses": [x.detach() for x in (loss, second_loss, third_loss)],
+        "first": first,
+        "both": both,
+        "names": sorted(name for name, _ in model.named_parameters()),
+        "long": [forward, watch.long],
+        "unchanged": all(torch.equal(x, y) for x, y in zip((idx, *all_targets), before, strict=True)),
+        "recording": recording,
+    }
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    sizes = small_config(trial)
+    weights = drawn(trial, sizes)
+    b, length = (2 if trial.num_ranks == 3 else 3), sizes["length"]
+    idx = trial.tokens(sizes["vocab_size"], b, length)
+    targets = [uneven(trial, sizes, b), trial.tokens(sizes["vocab_size"], b, length)]
+    few = trial.tokens(sizes["vocab_size"], b, length)
+    few[:, length // (2 * trial.num_ranks) :] = -1  # rank 0 counts some, the others none
+    targets.append(few)
+    seen = SimpleNamespace(sizes=sizes, weights=weights, idx=idx, targets=targets, num_ranks=trial.num_ranks)
+    seen.results = trial.run(run_model, sizes, weights, idx, targets)
+    seen.expected = [dense(sizes, weights, idx, t) for t in targets]
+    return seen
+
+
+def require_loss(trial: Trial, number: int, what: str, help: str) -> None:
+    seen = trial.once(observe)
+    trial.close(
+        what,
+        [r["losses"][number] for r in seen.results],
+        seen.expected[number][0],
+        other_losses(seen, seen.targets[number]),
+        help,
+    )
+
+
+@check("context_parallelize")
+def loss_is_that_of_one_process(trial: Trial) -> None:
+    """With every target counted, the loss on every rank is that of the dense model on the whole batch."""
+    require_loss(
+        trial,
+        1,
+        "the loss",
+        "Cut tokens, their positions in the whole sequence, and targets alike; let every attention be the "
+        "ring on the same parts; and give every rank the mean of all.",
+    )
+
+
+@check("context_parallelize")
+def loss_is_the_mean_over_all_counted_tokens(trial: Trial) -> None:
+    """Where ranks count different numbers of targets, or one counts none, it is the mean over all counted."""
+    help = "Sum the losses of the counted targets over all ranks, and divide by how many all ranks count."
+    require_loss(trial, 0, "the loss where ranks count different numbers of targets", help)
+    require_loss(trial, 2, "the loss where all counted targets are on one rank", help)
+
+
+def require_gradients(
+    trial: Trial, key: str, expected: dict[str, Tensor], others: dict[str, dict], help: str
+) -> None:
+    seen = trial.once(observe)
+    n = trial.num_ranks
+    for name, right in expected.items():
+        found = [r[key].get(name) for r in seen.results]
+        what = f"the gradient of {name}" + (" after two passes" if key == "both" else "")
+        present = [g for g in found if isinstance(g, Tensor) and g.shape == right.shape]
+        if n > 1 and len(present) == n and not all(is_close(g, present[0]) for g in present):
+            total = torch.stack([g.double() for g in present]).sum(0)
+            trial.require(
+                not is_close(total.float(), right.float(), 1e-4),
+                f"{what} differs from rank to rank, and the ranks' gradients add up to the right one",
+                cause="each rank has what its own tokens make of it",
+                help="Sum every parameter's gradient over the group, once a backward.",
+            )
+        trial.close(
+            what,
+            found,
+            right,
+            {cause: other[name] for cause, other in others.items()},
+            help,
+        )
+
+
+@check("context_parallelize")
+def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
+    """After loss.backward() every parameter has the dense model's gradient, on every rank."""
+    seen = trial.once(observe)
+    require_gradients(
+        trial,
+        "first",
+        seen.expected[0][1],
+        {},
+        "The loss is a mean over all ranks' tokens, so the gradient is the sum of what each rank's tokens "
+        "make. An all-reduce knows no backward: let it flow through your own part of the loss alone.",
+    )
+
+
+@check("context_parallelize")
+def a_second_backward_adds_its_gradient(trial: Trial) -> None:
+    """A second pass, of half its loss, adds half its gradient to what is there."""
+    seen, n = trial.once(observe), trial.num_ranks
+    first, second = seen.expected[0][1], seen.expected[1][1]
+    require_gradients(
+        trial,
+        "both",
+        {name: first[name] + 0.5 * second[name] for name in first},
+        {
+            "what the first pass left was summed over the ranks once more": {
+                name: n * first[name] + 0.5 * second[name] for name in first
+            },
+            "only the second pass is there": {name: 0.5 * second[name] for name in first},
+            "only the first pass is there": first,
+            "the second pass counts in full, not by half: the factor is lost": {
+                name: first[name] + second[name] for name in first
+            },
+        },
+        "What a backward adds is summed over the ranks, once, and then added to .grad: a parameter's "
+        "register_hook is given that, and not what is in .grad from before.",
+    )
+
+
+@check("context_parallelize")
+def model_messages_go_to_neighbours(trial: Trial) -> None:
+    """Keys and values travel as in ring attention, gradients once; no states or logits are gathered."""
+    seen, n = trial.once(observe), trial.num_ranks
+    b, s = seen.idx.shape
+    layers, width = seen.sizes["n_layer"], seen.sizes["n_embd"]
+    block = b * (s // n) * width * 4
+    parameters = sum(w.numel() * 4 for w in seen.weights.values())
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        for after, allowed, told in (("", 16 * b * s, "forward"), (BACKWARD, 2 * parameters, "backward")):
+            events = recording.select(None, after)
+            hops = [e for e in events if e.kind in ("send", "recv", "all_to_all")]
+            neighbours_only(trial, hops, r, 4 * block)
+            rest = [e for e in events if e not in hops]
+            total = sum(e.num_bytes for e in rest)
+            largest = max(rest, key=lambda e: e.num_bytes, default=None)
+            trial.require(
+                total <= allowed + FEW * (1 + len(rest)),
+                f"the {told} put {total:,} bytes through collectives, the largest: "
+                f"{largest.describe() if largest else ''}; "
+                + (
+                    "a few numbers a token are enough"
+                    if told == "forward"
+                    else "each gradient summed once is enough"
+                ),
+                help="Blocks of keys and values go from neighbour to neighbour; the loss needs a sum and a "
+                "count; a backward sums each parameter's gradient once.",
+                rank=r,
+            )
+            if n > 1:
+                sends = SimpleNamespace(select=lambda kind, after, hops=hops: hops)
+                most = layers * (2 * (n - 1) + (2 * n if after else 0))
+                hops_at_most(trial, sends, after, r, most, block, "As many as ring attention needs.")
+
+
+@check("context_parallelize", world_sizes=(4, 3), subgroup=False)
+def no_rank_holds_the_sequence(trial: Trial) -> None:
+    """No state of the model is as long as the sequence: embeddings, keys, scores, logits are s/n long."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        for found in result["long"][: 2 if trial.num_ranks == 3 else 1]:
+            nothing_is_long(trial, found, seen.sizes["length"], r)
+
+
+@check("context_parallelize")
+def each_rank_computes_its_tokens(trial: Trial) -> None:
+    """A rank's layers run on s/n tokens, and its attention on what these see."""
+    seen, n = trial.once(observe), trial.num_ranks
+    b, s = seen.idx.shape
+    layers, width, words = (seen.sizes[key] for key in ("n_layer", "n_embd", "vocab_size"))
+    part = s // n
+    linear = b * part * (24 * layers * width**2 + 2 * width * words)
+    for r, result in enumerate(seen.results):
+        pairs = max((r + 1) * part**2, (2 * n + 2) * (part / 2) ** 2)
+        core = 4 * b * layers * width * (pairs + part)
+        for after, times, told in (("", 1, "forward"), (BACKWARD, 3, "backward")):
+            flops = result["recording"].flops(after)
+            trial.require(
+                flops <= 1.02 * times * (linear + core),
+                f"the {told} took {flops:,} FLOPs on this rank; its {part} of {s} tokens take "
+                f"{times * (linear + core):,.0f}",
+                help="Cut tokens and positions before the embedding, and leave out blocks of the future.",
+                rank=r,
+            )
+
+
+@check("context_parallelize")
+def names_stay_gpts_and_the_batch_stays(trial: Trial) -> None:
+    """Parameters keep GPT's names, and the given tokens and targets are not written to."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        trial.equal(
+            f"the parameters' names on rank {r}",
+            result["names"],
+            sorted(seen.weights),
+            help="Change the given model, or return one with the same names.",
+        )
+        trial.require(
+            result["unchanged"], "tokens or targets were changed", help="Cut copies out of them.", rank=r
+        )
+
+
+def refusal_probe(rank, sizes: dict, length: int) -> str:
+    torch.manual_seed(0)
+    idx = torch.zeros(2, length, dtype=torch.int64, device=rank.device)
+    try:
+        model = rank.submission.context_parallelize(GPT(config_of(sizes)).to(rank.device), rank.group)
+        model(idx, idx)
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
+
+
+@check("context_parallelize", world_sizes=(2, 3, 4))
+def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
+    """A sequence whose length does not divide by n is a ValueError when the model is called."""
+    sizes = small_config(trial)
+    length = sizes["length"] - trial.integer(1, trial.num_ranks - 1)
+    for r, told in enumerate(trial.run(refusal_probe, sizes, length)):
+        trial.require(
+            told == "ValueError",
+            f"{length} tokens over {trial.num_ranks} ranks gave {told} where a ValueError belongs",
+            help="Raise a ValueError that names both numbers, before anything is sent. tensor.chunk would "
+            "cut uneven parts.",
+            rank=r,
+        )
+
+
+def dropout_probe(rank, sizes: dict, weights: dict, idx: Tensor, targets: Tensor) -> Tensor:
+    model = built(sizes, weights).to(rank.device)
+    model = rank.submission.context_parallelize(model, rank.group).train()
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.p = 0.0
+    return model(idx, targets)[1].detach()
+
+
+@check("context_parallelize", world_sizes=(2, 1), subgroup=False)
+def attention_probabilities_are_not_dropped(trial: Trial) -> None:
+    """In training mode with dropout, attention's probabilities are left whole."""
+    sizes = small_config(trial, dropout=0.4)
+    weights = drawn(trial, sizes)
+    idx, targets = (trial.tokens(sizes["vocab_size"], 2, sizes["length"]) for _ in range(2))
+    trial.close(
+        "the loss in training mode, with all other dropouts set to 0,",
+        trial.run(dropout_probe, sizes, weights, idx, targets),
+        dense({**sizes, "dropout": 0.0}, weights, idx, targets)[0],
+        help="Ring attention recomputes its weights in backward, and would have to draw the same mask again.",
+    )
+
+
+def training_probe(rank, sizes: dict, weights: dict, batches: list) -> dict:
+    def parallel() -> nn.Module:
+        model = built(sizes, weights, torch.float64).to(rank.device)
+        return rank.submission.context_parallelize(model, rank.group)
+
+    return {name: train(parallel(), batches, make) for name, make in OPTIMIZERS.items()}
+
+
+OPTIMIZERS: dict[str, Callable] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.5),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+
+
+def train(model: nn.Module, batches: list, make: Callable) -> Tensor:
+    optimizer = make(model.parameters())
+    losses = []
+    for idx, targets in batches:
+        optimizer.zero_grad()
+        loss = model(idx, targets)[1]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@check("context_parallelize", world_sizes=(2,), subgroup=False)
+def training_curve_is_that_of_one_process(trial: Trial) -> None:
+    """In float64 the losses of four steps lie on one process's, with SGD and with AdamW."""
+    sizes = small_config(trial, n_layer=1)
+    weights = drawn(trial, sizes)
+    batches = [
+        [trial.tokens(sizes["vocab_size"], 2, sizes["length"]), uneven(trial, sizes, 2)] for _ in range(4)
+    ]
+    results = trial.run(training_probe, sizes, weights, batches)
+    for name, make in OPTIMIZERS.items():
+        expected = train(built(sizes, weights, torch.float64), batches, make)
+        trial.close(
+            f"the losses of four steps of {name} in float64",
+            [r[name] for r in results],
+            expected,
+            help="Compare loss and gradients of the first step; sum in the model's dtype.",
+            rtol=1e-6,
+        )

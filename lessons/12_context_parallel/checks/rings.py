@@ -1,0 +1,443 @@
+"""How `ring_attention` and `zigzag_ring_attention` are observed and judged: alike, on other parts."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grader.checks import Trial, is_close
+
+from .shared import (
+    BACKWARD,
+    Watch,
+    attention,
+    causal,
+    hops_at_most,
+    neighbours_only,
+    nothing_is_long,
+    plain_positions,
+    settle,
+    zigzag_positions,
+)
+
+PATIENCE = timedelta(seconds=2)
+"""How long rank 0 holds back its messages; a rank that does not wait for them computes its block at once."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the two exercises."""
+
+    name: str
+    positions: Callable[[int, int, int], Tensor]
+    """(length, rank, num_ranks) → the positions of a rank's part."""
+    chunks: int
+    """Chunks that a rank has."""
+
+    def most_pairs(self, rank: int, num_ranks: int) -> int:
+        """Pairs of chunks that a rank has to multiply, those on the diagonal whole."""
+        return 2 * num_ranks + 2 if self.chunks == 2 else rank + 1
+
+
+PLAIN = Kind("ring_attention", plain_positions, 1)
+ZIGZAG = Kind("zigzag_ring_attention", zigzag_positions, 2)
+
+
+def store() -> dist.Store:
+    """Where the ranks leave each other notes beside the messages that are judged."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def hold_back(rank) -> bool:
+    """On rank 0, before it starts: whether every other rank computes a block without a message from it."""
+    others = range(1, rank.num_ranks)
+    if not others or rank.device.type != "cpu":
+        return True  # NCCL's first message connects the ranks, and waits for all of them
+    store().wait([f"rank {r} begins" for r in others])
+    try:
+        store().wait([f"rank {r} computes" for r in others], PATIENCE)
+    except RuntimeError:  # the time is over
+        return False
+    return True
+
+
+def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """One forward and backward of a rank's part. Tensors come as (b, s/n, a, d), and go in as a GPT's do."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = [x.detach().clone() for x in (q, k, v, upstream)]
+    parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
+    store().set(f"rank {rank.rank} begins", "yes")
+    others_computed = rank.rank > 0 or hold_back(rank)
+    watch = Watch(length, at_first_product=lambda: store().set(f"rank {rank.rank} computes", "yes"))
+    with rank.record(memory=True) as recording, watch:
+        out = getattr(rank.submission, name)(*parts, rank.group)
+        settle()
+        forward, long = list(watch.order), watch.long
+        recording.mark(BACKWARD)
+        watch.long = ""
+        fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
+        if fits:
+            out.backward(upstream.transpose(1, 2))
+    now = [x.detach() for x in (q, k, v, upstream)]
+    return {
+        "out": out.detach() if isinstance(out, Tensor) else None,
+        "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
+        "differentiable": fits,
+        "unchanged": all(torch.equal(x, y) for x, y in zip(now, before, strict=True)),
+        "forward": forward,
+        "others_computed": others_computed,
+        "long": [long, watch.long],
+        "recording": recording,
+    }
+
+
+def draw(trial: Trial, kind: Kind, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """Sizes of which no product is the sequence's length, so that `Watch` takes nothing else for it."""
+    n = trial.num_ranks
+    b, a, d = (2 if n == 3 else 3), 5, trial.choice((34, 38))
+    chunk = trial.choice((5, 7)) if kind.chunks == 1 else trial.choice((3, 5))
+    length = n * kind.chunks * chunk
+    q, k, v, upstream = (trial.normal(b, length, a, d, dtype=dtype) for _ in range(4))
+    where = [kind.positions(length, r, n) for r in range(n)]
+    return SimpleNamespace(q=2 * q, k=k, v=v, upstream=upstream, length=length, where=where, chunk=chunk)
+
+
+def observe(trial: Trial, kind: Kind) -> SimpleNamespace:
+    """A run in which every message is late, by another time on each rank, and rank 0's by much."""
+    seen = draw(trial, kind)
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    seen.results = trial.run(attend, kind.name, seen.length, per_rank=parts, delays=True)
+    heads = [x.double().transpose(1, 2) for x in (seen.q, seen.k, seen.v, seen.upstream)]
+    seen.inputs = [x.requires_grad_() for x in heads[:3]]
+    seen.d_out = heads[3]
+    seen.out = attention(*seen.inputs, causal(seen.length))[0]
+    seen.shares = shares(seen)
+    b, _, a, d = seen.q.shape
+    seen.block = b * a * d * seen.length // trial.num_ranks * 4
+    return seen
+
+
+def shares(seen: SimpleNamespace) -> list[list[Tensor]]:
+    """What the queries of each rank add to the gradients of the whole q, k and v: by rank, then q, k, v."""
+    found = []
+    for where in seen.where:
+        d_out = torch.zeros_like(seen.d_out)
+        d_out[:, :, where] = seen.d_out[:, :, where]
+        found.append(list(torch.autograd.grad(seen.out, seen.inputs, d_out, retain_graph=True)))
+    return found
+
+
+def by_parts(seen: SimpleNamespace, whole: Tensor) -> list[Tensor]:
+    return [whole.detach()[:, :, w] for w in seen.where]
+
+
+def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → what each rank would have."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    n, length = len(seen.where), seen.length
+    owner = torch.empty(length, dtype=torch.int64)
+    place = torch.empty(length, dtype=torch.int64)
+    for r, where in enumerate(seen.where):
+        owner[where], place[where] = r, torch.arange(len(where))
+    mine, theirs = owner.unsqueeze(1), owner.unsqueeze(0)
+    locally = place.unsqueeze(1) >= place.unsqueeze(0)
+    mirrored = (
+        2 * mine - theirs
+    ) % n  # whose block it is taken for, when the ring is thought to go the other way
+    first = torch.tensor([int(w[0]) for w in seen.where])
+    masks = {
+        "the causal mask is by local positions, in every block that is not of a later rank": locally
+        & (theirs <= mine),
+        "the causal mask is by local positions, in every block": locally,
+        "nothing is masked": torch.ones(length, length, dtype=torch.bool),
+        "each rank attended to its own block alone": (mine == theirs) & causal(length),
+        "blocks of earlier ranks are seen, the own one is not masked": theirs <= mine,
+        "parts are taken for whole r-th parts of the sequence": (theirs < mine)
+        | ((theirs == mine) & locally),
+        "the blocks that come by are taken for those of the other direction of the ring": torch.where(
+            mine == theirs, locally, first[mirrored] <= first[mine]
+        ),
+    }
+    wrong = {cause: attention(q, k, v, mask)[0] for cause, mask in masks.items()}
+    wrong["scores are not divided by sqrt(d)"] = attention(q, k, v, causal(length), q.size(-1) ** 0.5)[0]
+    for told, blocks in (("blocks", seen.where), ("chunks", torch.arange(length).split(seen.chunk))):
+        found = [attention(q, k[:, :, w], v[:, :, w], causal(length)[:, w])[0] for w in blocks]
+        visible = sum((w[0] <= torch.arange(length)).long() for w in blocks)
+        wrong[f"the {told}' outputs are added, without rescaling"] = sum(found)
+        wrong[f"the {told}' outputs are averaged, without rescaling"] = sum(found) / visible.view(-1, 1)
+    return {cause: by_parts(seen, whole) for cause, whole in wrong.items()}
+
+
+def require_outputs(trial: Trial, seen: SimpleNamespace) -> None:
+    trial.close(
+        "the output",
+        [r["out"] for r in seen.results],
+        by_parts(seen, seen.out),
+        wrong_outputs(seen),
+        help="Compare each block with plain attention: which ranks' keys are there at step t, which of them "
+        "does a query see, and is what arrives awaited before it is used?",
+    )
+
+
+def gradients_from(seen: SimpleNamespace, weights: Tensor, delta: Tensor) -> list[Tensor]:
+    """Gradients of the whole q, k and v, from attention's weights and what the softmax takes off."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    d_scores = weights * (seen.d_out @ v.transpose(-2, -1) - delta) / math.sqrt(q.size(-1))
+    return [d_scores @ k, d_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ seen.d_out]
+
+
+def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → gradients of the whole q, k and v."""
+    q, k = (x.detach() for x in seen.inputs[:2])
+    root = math.sqrt(q.size(-1))
+    scores = (q @ k.transpose(-2, -1) / root).masked_fill(~causal(seen.length), -math.inf)
+    weights = scores.softmax(-1)
+    delta = (seen.d_out * seen.out.detach()).sum(-1, keepdim=True)
+    d_q, d_k, d_v = gradients_from(seen, weights, delta)
+    wrong = {
+        "δ is not taken off: dX is P ∘ dP alone": gradients_from(seen, weights, torch.zeros_like(delta)),
+        "1/sqrt(d) is left out: it is sqrt(d) times too large": [root * d_q, root * d_k, d_v],
+    }
+    for told, blocks in (("block", seen.where), ("chunk", torch.arange(seen.length).split(seen.chunk))):
+        alone = torch.zeros_like(weights)
+        for w in blocks:
+            alone[..., w] = scores[..., w].softmax(-1).nan_to_num(0.0)
+        cause = f"the weights are each {told}'s own softmax: they need the final lse, of all blocks"
+        wrong[cause] = gradients_from(seen, alone, delta)
+    return wrong
+
+
+def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["differentiable"],
+            "the output has no gradient",
+            help="Return what your autograd.Function's apply returns.",
+            rank=r,
+        )
+    formulas = wrong_formulas(seen)
+    for i, label in enumerate("qkv"):
+        whole = sum(share[i] for share in seen.shares)
+        others = {cause: by_parts(seen, value[i]) for cause, value in formulas.items()}
+        if n > 1 and label != "q":
+            own = by_parts(seen, torch.zeros_like(whole))
+            others["only what this rank's own queries add"] = [
+                seen.shares[r][i][:, :, w] for r, w in enumerate(seen.where)
+            ]
+            others["all but what this rank's own queries add"] = [
+                (whole - seen.shares[r][i])[:, :, w] for r, w in enumerate(seen.where)
+            ]
+            for step, told in ((-1, "rank before"), (1, "rank after")):
+                others[f"what the {told} adds is missing: the last hop?"] = [
+                    (whole - seen.shares[(r + step) % n][i])[:, :, w] for r, w in enumerate(seen.where)
+                ]
+                others[f"it is the gradient of the {told}'s block: it never came home"] = [
+                    whole[:, :, seen.where[(r + step) % n]] for r in range(n)
+                ]
+            others["nothing was added"] = own
+            others["what a rank computes stays there: each sums its terms of all blocks as its own"] = [
+                sum(share[i][:, :, w] for w in seen.where) for share in seen.shares
+            ]
+        trial.close(
+            f"the gradient of {label}",
+            [r["gradients"][i] for r in seen.results],
+            by_parts(seen, whole),
+            others,
+            help="A block's gradient gathers a part on every rank that uses the block, and must arrive, "
+            "complete, on the rank that owns the block.",
+        )
+
+
+def require_ring(trial: Trial, seen: SimpleNamespace) -> None:
+    """Messages between neighbours, as many as the syllabus has."""
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        for after, blocks in (("", 2), (BACKWARD, 4)):
+            neighbours_only(trial, recording.select(None, after), r, blocks * seen.block)
+        hops_at_most(
+            trial,
+            recording,
+            "",
+            r,
+            2 * (n - 1),
+            seen.block,
+            "Keys and values make n - 1 hops: each rank sends what it has just used to the next, one block "
+            "each of keys and values, and the last ones are not sent on.",
+        )
+        hops_at_most(
+            trial,
+            recording,
+            BACKWARD,
+            r,
+            2 * (n - 1) + 2 * n,
+            seen.block,
+            "Keys and values make n - 1 hops again, two messages each at most. Their gradients make n hops, "
+            "or n - 1 where the term of a block's own rank waits for them at home.",
+        )
+
+
+def require_travel_while_computing(trial: Trial, kind: Kind, seen: SimpleNamespace) -> None:
+    """The first hop has started when the first block is computed, and is not waited for."""
+    for r, result in enumerate(seen.results):
+        order = result["forward"]
+        if trial.num_ranks > 1 and "message" in order and "product" in order:
+            trial.require(
+                order.index("message") < order.index("product"),
+                "the first block is computed before any message is started: the processor waits for the "
+                "network, and the network for the processor",
+                help="Start to send and to receive, compute the block that is there, then wait.",
+                rank=r,
+            )
+    again = seen if seen.results[0]["others_computed"] else observe(trial, kind)  # was the machine busy?
+    trial.require(
+        again.results[0]["others_computed"],
+        "rank 0 started late, and some other rank did not compute its first block before rank 0 had sent "
+        "something: the hop is waited for before the block is computed",
+        help="Start the hop, compute the block that is there, then wait: one block at a time. The first "
+        "block is your own, and needs nothing from anybody.",
+    )
+
+
+def require_nothing_long(trial: Trial, seen: SimpleNamespace) -> None:
+    """No tensor is as long as the sequence, and what forward leaves is not all keys."""
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        for found in result["long"][
+            : 2 if n == 3 else 1
+        ]:  # four blocks joined are as long as four ranks' keys
+            nothing_is_long(trial, found, seen.length, r)
+        alive = result["recording"].alive(BACKWARD)
+        trial.require(
+            n < 4 or alive < 0.99 * (2 * (n - 1) + 1) * seen.block,
+            f"after the forward {alive / seen.block:.1f} blocks are alive on this rank (a block is its part "
+            f"of q, k, v or the output): the keys and values of all {n} ranks are kept for backward",
+            help="Keep your own q, k, v, out and lse. In backward keys and values travel again.",
+            rank=r,
+        )
+
+
+def pair_flops(seen: SimpleNamespace) -> float:
+    """Products of one chunk of queries with one of keys, and of the weights with one of values."""
+    b, _, a, d = seen.q.shape
+    return 4 * b * a * d * seen.chunk**2
+
+
+def slack_flops(seen: SimpleNamespace) -> float:
+    """What small products, such as a sum over d written as one, may add."""
+    b, length, a, d = seen.q.shape
+    return 0.02 * pair_flops(seen) + 4 * b * a * d * length / len(seen.where)
+
+
+def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
+    """No more products than the visible blocks need, and three times that in backward."""
+    n = trial.num_ranks
+    for r, result in enumerate(seen.results):
+        most = kind.most_pairs(r, n)
+        for after, times, told in (("", 1, "forward"), (BACKWARD, 3, "backward")):
+            flops = result["recording"].flops(after)
+            allowed = times * most * pair_flops(seen) + slack_flops(seen)
+            each = f", at most {times} times in backward" if after else ""
+            trial.require(
+                flops <= allowed,
+                f"the {told} took {flops:,} FLOPs; {most} pairs of chunks that rank {r} has to look at take "
+                f"{most * pair_flops(seen):,.0f}{each}",
+                help="A block that lies in the future is passed on, and not computed and masked.",
+                rank=r,
+            )
+
+
+def require_unchanged(trial: Trial, seen: SimpleNamespace) -> None:
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["unchanged"],
+            "q, k, v or the gradient that came in was changed",
+            help="Receive into tensors of your own, and add into tensors of your own.",
+            rank=r,
+        )
+
+
+def attend_in(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """As `attend`, and no more than values; then the same again, between two other attentions."""
+    attention_of = getattr(rank.submission, name)
+    parts = [x.transpose(1, 2) for x in (q, k, v)]
+    leaves = [x.clone().requires_grad_() for x in parts]
+    out = attention_of(*leaves, rank.group)
+    found = {"out": out, "gradients": [None] * 3, "between": [None] * 3}
+    if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
+        d_out = upstream.transpose(1, 2).to(out.dtype)
+        out.backward(d_out)
+        found["gradients"] = [x.grad for x in leaves]
+        leaves = [x.clone().requires_grad_() for x in parts]
+        scaled = [[scale * x for x in leaves] for scale in (2.0, 1.0, 0.5)]
+        outs = [attention_of(*inputs, rank.group) for inputs in scaled]
+        outs[1].backward(d_out)
+        found["between"] = [x.grad for x in leaves]
+    return found
+
+
+def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
+    """A run of `attend_in`, and what plain attention gives: what, by rank, what it should be."""
+    seen = draw(trial, kind, dtype)
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    seen.results = trial.run(attend_in, kind.name, per_rank=parts)
+    q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
+    out = attention(q, k, v, causal(seen.length))[0]
+    out.backward(seen.upstream.double().transpose(1, 2))
+    seen.found = [("the output", [r["out"] for r in seen.results], by_parts(seen, out))]
+    for i, (label, x) in enumerate(zip("qkv", (q, k, v), strict=True)):
+        gradients = [r["gradients"][i] for r in seen.results]
+        seen.found.append((f"the gradient of {label}", gradients, by_parts(seen, x.grad)))
+    return seen
+
+
+def require_dtype(trial: Trial, kind: Kind, seen: SimpleNamespace, exact: SimpleNamespace) -> None:
+    """In float64 the result has ten digits, in bfloat16 it is a bfloat16, where it is right in float32."""
+    for dtype, rtol in ((torch.float64, 1e-9), (torch.bfloat16, 0.1)):
+        run = exact if dtype == torch.float64 else observe_in(trial, kind, dtype)
+        for what, actual, expected in run.found:
+            for r, tensor in enumerate(actual):
+                trial.require(
+                    not isinstance(tensor, Tensor) or tensor.dtype == dtype,
+                    f"{what} is {getattr(tensor, 'dtype', None)} where the inputs are {dtype}",
+                    help="Receive into torch.empty_like(...) of what is sent, and cast back at the end.",
+                    rank=r,
+                )
+            if is_right(seen):  # else another check says what is wrong, and it is not the dtype
+                trial.close(
+                    f"{what} in {str(dtype).removeprefix('torch.')}",
+                    actual,
+                    expected,
+                    help="In float32 it is right. A buffer or a cast of another dtype loses digits, or takes "
+                    "the bytes for other numbers.",
+                    rtol=rtol,
+                )
+
+
+def is_right(seen: SimpleNamespace) -> bool:
+    """Whether output and gradients are those of plain attention."""
+    pairs = list(zip([r["out"] for r in seen.results], by_parts(seen, seen.out), strict=True))
+    for i in range(3):
+        whole = by_parts(seen, sum(share[i] for share in seen.shares))
+        pairs += zip([r["gradients"][i] for r in seen.results], whole, strict=True)
+    return all(isinstance(x, Tensor) and is_close(x, right) for x, right in pairs)
+
+
+def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
+    """The middle one of three attentions has the gradients that it has alone."""
+    for i, label in enumerate("qkv"):
+        alone = [r["gradients"][i] for r in exact.results]
+        if all(isinstance(x, Tensor) for x in alone):
+            trial.close(
+                f"the gradient of {label}, with an attention before and one after it in the same forward,",
+                [r["between"][i] for r in exact.results],
+                alone,
+                help="A model has many layers: each call keeps its own tensors, with ctx.save_for_backward. "
+                "A variable of the module, or of the class, has those of another call.",
+            )

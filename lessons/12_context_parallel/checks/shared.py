@@ -1,0 +1,145 @@
+"""What the checks of this lesson share: plain attention, who has which positions, messages round a ring."""
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from grader.checks import Event, Recording, Trial
+
+BACKWARD = "backward begins"
+SIZES = (2, 1, 4, 3)
+FEW = 64
+"""Bytes of a message that carries no block: a size, a flag."""
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv")
+
+
+def plain_positions(length: int, rank: int, num_ranks: int) -> Tensor:
+    """The positions that rank r has when it takes the r-th part of a sequence."""
+    return torch.arange(length).chunk(num_ranks)[rank]
+
+
+def zigzag_positions(length: int, rank: int, num_ranks: int) -> Tensor:
+    """The positions that rank r has when it takes chunks r and 2n-1-r of 2n."""
+    chunks = torch.arange(length).chunk(2 * num_ranks)
+    return torch.cat([chunks[rank], chunks[2 * num_ranks - 1 - rank]])
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float = 1.0) -> tuple:
+    """Attention and its log-sum-exp, in float64; seen (s_q, s_k) is True where a query sees a key.
+
+    A query that sees nothing gets 0 and -inf, and a gradient of 0.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    scores = scale * (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    if seen is None:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    blind = ~seen.any(-1)
+    scores = scores.masked_fill(~(seen | blind.unsqueeze(-1)), -math.inf)
+    out = (scores.softmax(-1) @ v).masked_fill(blind.unsqueeze(-1), 0.0)
+    return out, scores.logsumexp(-1).masked_fill(blind, -math.inf)
+
+
+def causal(length: int) -> Tensor:
+    """True where a query sees a key."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+class Watch(TorchDispatchMode):
+    """On a rank: looks for tensors as long as the sequence, and at what comes first, product or message."""
+
+    def __init__(self, length: int, dims: int = 2, at_first_product: Callable | None = None) -> None:
+        super().__init__()
+        self.length = length
+        self.dims = dims
+        self.at_first_product = at_first_product
+        self.long = ""
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.order.append("message")
+        elif func._opname in PRODUCTS or "attention" in func._opname:
+            if self.at_first_product and "product" not in self.order:
+                self.at_first_product()
+            self.order.append("product")
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not self.long and is_long(tensor, self.length, self.dims):
+                self.long = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
+        return result
+
+
+def settle() -> None:
+    """Let go of what nobody holds: cycles, and tensors of messages that gloo's threads have just ended."""
+    gc.collect()
+    time.sleep(0.02)
+
+
+def is_long(tensor: Tensor, length: int, dims: int) -> bool:
+    """Whether numbers in so many dimensions have one of this size, or a mask has two. Tokens may be long."""
+    if tensor.dtype == torch.bool:
+        return list(tensor.shape).count(length) >= 2
+    return tensor.is_floating_point() and tensor.dim() >= dims and length in tensor.shape
+
+
+def nothing_is_long(trial: Trial, found: str, length: int, rank: int) -> None:
+    """What `Watch.long` told is nothing."""
+    trial.require(
+        not found,
+        f"{found}, and the whole sequence is {length} long",
+        help="A rank needs its own queries and one block of keys and values at a time: attend to the block "
+        "that is there, merge, and let it go.",
+        rank=rank,
+    )
+
+
+def blocks_on_the_wire(events: list[Event]) -> list[Event]:
+    """What carries blocks: messages that were sent, and collectives. Not a size or a flag."""
+    return [event for event in events if event.num_bytes > FEW and event.kind != "recv"]
+
+
+def neighbours_only(trial: Trial, events: list[Event], rank: int, largest: int) -> None:
+    """Blocks go to neighbours on the ring. (An all-to-all may be a hop of the ring: PyTorch's own is.)"""
+    n = trial.num_ranks
+    ring = {(rank + 1) % n, (rank - 1) % n}
+    for event in blocks_on_the_wire(events):
+        is_hop = event.kind == "all_to_all" and event.num_bytes <= largest
+        if event.kind == "send" or is_hop:
+            if event.kind == "send" and event.peer not in ring:
+                trial.wrong(
+                    f"{event.describe()}: it is no neighbour of rank {rank} on a ring of {n}",
+                    help="Send to rank (r + 1) % n and receive from rank (r - 1) % n, as often as it takes.",
+                    rank=rank,
+                )
+            continue
+        trial.wrong(
+            f"keys and values went through a collective: {event.describe()}",
+            help="An all-gather leaves all keys and values on every rank: no rank could take a longer "
+            "sequence than one alone. Send blocks from neighbour to neighbour.",
+            cause="an all-gather posing as a ring?" if event.kind == "all_gather" else "",
+            rank=rank,
+        )
+
+
+def hops_at_most(
+    trial: Trial, recording: Recording, after: str, rank: int, most: int, block: int, why: str
+) -> None:
+    """At most so many blocks of so many bytes leave this rank in a stretch, in at most so many messages."""
+    events = blocks_on_the_wire(recording.select(None, after))
+    where = "the backward" if after else "the forward"
+    sent = sum(event.num_bytes for event in events)
+    told = f"{len(events)} messages, {sent:,} bytes, {sent / block:.3g} blocks"
+    trial.require(
+        sent <= most * block + FEW and len(events) <= most,
+        f"{where} sent {told} from this rank, where {most} blocks are enough (one block: {block:,} bytes)",
+        help=why,
+        rank=rank,
+    )
