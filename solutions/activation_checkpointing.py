@@ -21,7 +21,7 @@ from nanogpt.model import GPT, Block
 from nanogpt.technique import Checkpointing
 
 
-# answer: the circumstances of a forward, and a stand-in for a kept tensor: about 45 lines
+# answer: the circumstances of a forward, and a stand-in for a kept tensor
 class Circumstances:
     """What the result of a function depends on besides its inputs: random states and autocast."""
 
@@ -87,7 +87,7 @@ def checkpoint(
         inputs: of any kind: tensors with and without gradient, numbers, None.
         generators: random number generators, besides torch's own, that the function draws from.
     """
-    # answer: about 25 lines
+    # answer
     if not torch.is_grad_enabled():
         return function(*inputs)
     circumstances = Circumstances(generators)
@@ -126,7 +126,7 @@ def checkpoint(
     # end of answer
 
 
-# answer: checkpointing for parts of a model: about 20 lines
+# answer: checkpointing for parts of a model
 def in_turn(functions: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
     """x through one function after the other."""
     for function in functions:
@@ -159,7 +159,7 @@ def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
     Changes and returns the given model, whose Parameter objects stay the same ones. Where the number
     of blocks does not divide by `every`, one group is shorter. Source: arXiv:1604.06174, section 4.
     """
-    # answer: about 8 lines
+    # answer
     blocks: list[Block] = list(model.transformer.h)
     for start in range(0, len(blocks), every):
         first, *others = group = blocks[start : start + every]
@@ -179,7 +179,7 @@ def best_segment_length(num_blocks: int, block_bytes: int, boundary_bytes: int) 
     Either number of bytes may be 0.
     """
 
-    # answer: about 4 lines
+    # answer
     def most_bytes(k: int) -> int:
         return -(-num_blocks // k) * boundary_bytes + k * block_bytes
 
@@ -194,7 +194,7 @@ def recompute_attention(model: GPT) -> GPT:
     values; the projections around it stay as they are. Changes and returns the given model, whose
     Parameter objects stay the same ones. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
     """
-    # answer: about 4 lines
+    # answer
     for block in model.transformer.h:
         core = block.attn.core
         core.forward = partial(checkpoint_modules, [core], core.forward)
@@ -208,7 +208,7 @@ def watched_forward(blocks: nn.ModuleList, x: Tensor, sizes: Tensor) -> Tensor:
     `sizes` (L,) is a running mean for the dashboard, changed in place: a forward moves `sizes[i]` a tenth
     of the way to the mean of |input of block i|, once; backward leaves it alone.
     """
-    # answer: fewer lines than the broken program
+    # answer
     for i, block in enumerate(blocks):
         sizes[i].lerp_(x.detach().abs().mean(), 0.1)
         with record_function(f"block {i}"):  # for the profiler

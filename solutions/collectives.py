@@ -20,7 +20,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> None:
     Down a binomial tree: in each round every rank that has the tensor sends it to one that has not.
     n - 1 messages in all, ceil(log2 n) rounds, and at most ceil(log2 n) messages from any rank.
     """
-    # answer: about 12 lines
+    # answer
     n, rank = group.size(), group.rank()
     place = (rank - source) % n  # counted from the source
     buffer = tensor.contiguous()
@@ -36,7 +36,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> None:
     # end of answer
 
 
-# answer: one step of a ring: about 12 lines
+# answer: one step of a ring
 def pass_on(outgoing: Tensor, group: ProcessGroup) -> Tensor:
     """Send to the next rank, and return what the rank before sent, of the same shape.
 
@@ -67,7 +67,7 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     neighbour, so it sends (n-1)/n of the tensor's bytes.
     The input is not changed.
     """
-    # answer: about 8 lines
+    # answer
     n, rank = group.size(), group.rank()
     chunk_size = -(-tensor.numel() // n)
     padded = tensor.new_zeros(n * chunk_size)
@@ -86,7 +86,7 @@ def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     All shards have the same shape. In each of n - 1 steps a rank sends one shard to its neighbour, so
     it sends (n-1)/n of the result's bytes. The input is not changed.
     """
-    # answer: about 6 lines
+    # answer
     n, rank = group.size(), group.rank()
     shards = shard.new_empty(n, *shard.shape)
     shards[rank] = shard
@@ -101,7 +101,7 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
 
     A reduce-scatter, then an all-gather: 2(n-1) steps, 2(n-1)/n of the tensor's bytes from each rank.
     """
-    # answer: about 3 lines
+    # answer
     shard = ring_reduce_scatter(tensor, group)
     total = ring_all_gather(shard, group)[: tensor.numel()]
     tensor.copy_(total.view(tensor.shape))
@@ -123,7 +123,7 @@ def collective_time(kind: str, num_bytes: float, num_ranks: int, latency: float,
     Raises:
         ValueError: another kind.
     """
-    # answer: about 9 lines
+    # answer
     n = num_ranks
     tree_steps = (n - 1).bit_length()  # ceil(log2 n)
     if kind == "all_reduce":
@@ -150,7 +150,7 @@ def relay_microbatches(
     rank as soon as it is computed. The last rank returns the outputs in order, the others an empty
     list. When it returns, all messages have left.
     """
-    # answer: four lines more than the broken program
+    # answer
     rank, last = group.rank(), group.size() - 1
     arrived, output = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
     outputs: list[Tensor] = []

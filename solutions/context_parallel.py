@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from nanogpt.model import GPT
 
 
-# answer: scores of a block, for the forward and your backward: about 10 lines
+# answer: scores of a block, for the forward and your backward
 def _scores(q: Tensor, k: Tensor, causal_offset: int | None) -> Tensor:
     """Scaled scores (b, a, s_q, s_k), -inf where a query must not look; at least float32."""
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))
@@ -46,7 +46,7 @@ def attention_with_lse(
     keys that a query sees. A query that sees no key has out 0 and lse -inf, and sends no NaN back in the
     backward pass.
     """
-    # answer: about 9 lines
+    # answer
     scores = _scores(q, k, causal_offset)  # (b, a, s_q, s_k)
     largest = scores.detach().amax(dim=-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0.0)  # -inf - -inf would be NaN
@@ -68,7 +68,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     where both are -inf, out is 0 and lse -inf. There no gradient is asked for, and it may be NaN: a query of
     causal attention sees at least itself.
     """
-    # answer: about 8 lines
+    # answer
     largest = torch.maximum(lse_a, lse_b).detach()
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()  # at most 1
@@ -81,7 +81,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     # end of answer
 
 
-# answer: a hop of the ring, a block's backward, and the ring as an autograd function: about 95 lines
+# answer: a hop of the ring, a block's backward, and the ring as an autograd function
 class _Hop:
     """A tensor on its way to the next rank, and the previous rank's on its way here."""
 
@@ -203,12 +203,12 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     home to the rank that they belong to. No rank ever holds all keys, nor any tensor as long as the sequence.
     Source: arXiv:2310.01889.
     """
-    # answer: about 2 lines, and about 95 above: a hop, a block backwards, a Function
+    # answer
     return _RingAttention.apply(q, k, v, group, lambda rank: (rank,))
     # end of answer
 
 
-# answer: which two chunks of 2n a rank has: about 4 lines
+# answer: which two chunks of 2n a rank has
 def _zigzag_chunks(num_ranks: int, rank: int) -> tuple[int, int]:
     """One from the front of the sequence, and its mirror image from the back."""
     return rank, 2 * num_ranks - 1 - rank
@@ -225,7 +225,7 @@ def zigzag_split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     Raises:
         ValueError: the dimension does not divide by 2n.
     """
-    # answer: about 6 lines
+    # answer
     num_chunks = 2 * group.size()
     if x.size(dim) % num_chunks:
         raise ValueError(
@@ -242,7 +242,7 @@ def zigzag_merge(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
     No gradient has to flow through it.
     """
-    # answer: about 7 lines
+    # answer
     own = x.detach().contiguous()
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)
@@ -259,12 +259,12 @@ def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
     The same messages. At every step every rank has the same work to do, and no chunk of the future is
     computed: (2n + 2) products of one chunk with another at most, where 2n + 1 are needed.
     """
-    # answer: about 2 lines, where the ring can be told which chunks a rank has
+    # answer
     return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))
     # end of answer
 
 
-# answer: what changes in a GPT: about 30 lines
+# answer: what changes in a GPT
 class _ZigzagCore(nn.Module):
     """An attention core whose queries, keys and values are this rank's zigzag part of the sequence."""
 
@@ -327,7 +327,7 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     Raises:
         ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.
     """
-    # answer: about 9 lines
+    # answer
     for block in model.transformer.h:
         block.attn.core = _ZigzagCore(group)
     model.embed = partial(_embed, model, group)
@@ -348,7 +348,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor, group: ProcessGroup) -> Tens
     padding, and is not predicted. The mean is over all predictions of all ranks, the same on every rank, and
     its gradient reaches each rank's logits. No logits travel.
     """
-    # answer: about 4 lines more than the broken program
+    # answer
     first = [torch.empty_like(tokens[:, :1].contiguous()) for _ in range(group.size())]
     dist.all_gather(first, tokens[:, :1].contiguous(), group=group)
     first.append(torch.full_like(first[0], -1))  # nothing follows the last position of all

@@ -26,7 +26,7 @@ def shard_batch(tensor: Tensor, group: ProcessGroup) -> Tensor:
     The shares are disjoint and are the whole batch together. Where b does not divide by n, two
     shares differ by at most one row.
     """
-    # answer: about 1 line
+    # answer
     return tensor.tensor_split(group.size())[group.rank()]
     # end of answer
 
@@ -37,7 +37,7 @@ def broadcast_parameters(model: nn.Module, group: ProcessGroup) -> None:
     Frozen parameters and non-persistent buffers count too. The Parameter objects stay the same
     ones, so that optimizers and ties keep hold of them.
     """
-    # answer: about 3 lines
+    # answer
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
     # end of answer
@@ -49,7 +49,7 @@ def all_reduce_gradients(model: nn.Module, group: ProcessGroup) -> None:
     A gradient that is None on some ranks counts as zero there. A frozen parameter keeps None, and
     a weight that is used in two places (a tie) is sent once.
     """
-    # answer: about 6 lines
+    # answer
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
@@ -59,7 +59,7 @@ def all_reduce_gradients(model: nn.Module, group: ProcessGroup) -> None:
     # end of answer
 
 
-# answer: a bucket, and how parameters are dealt out to buckets: about 35 lines
+# answer: a bucket, and how parameters are dealt out to buckets
 class Bucket:
     """Parameters of one dtype whose gradients travel together in one all-reduce."""
 
@@ -113,7 +113,7 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, group: ProcessGroup, bucket_bytes: int = 25 * 2**20) -> None:
         """Copy the weights, deal the parameters out to buckets, register a hook on each."""
-        # answer: about 12 lines
+        # answer
         super().__init__()
         self.module = module
         self.group = group
@@ -131,7 +131,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        # answer: about 5 lines
+        # answer
         if self.synchronizing and torch.is_grad_enabled():
             if self.ready:  # an earlier backward, after which nobody called it
                 self.finish_gradient_synchronization()
@@ -141,7 +141,7 @@ class DataParallel(nn.Module):
 
     def _gradient_is_there(self, parameter: nn.Parameter) -> None:
         """Your hook: autograd calls it when this pass has added all of its gradient to parameter.grad."""
-        # answer: about 8 lines
+        # answer
         if not self.synchronizing:
             return
         if parameter in self.ready:  # a second backward
@@ -158,7 +158,7 @@ class DataParallel(nn.Module):
         A forward outside `no_sync()` makes a pass pending, on all ranks: also on a rank whose
         backward reaches none of the module's parameters. Does nothing when nothing is pending.
         """
-        # answer: about 9 lines
+        # answer
         if not self.pending:
             return
         self.pending = False
@@ -176,7 +176,7 @@ class DataParallel(nn.Module):
 
         The next backward outside reduces all that has added up. It ends with an exception too.
         """
-        # answer: about 5 lines
+        # answer
         before, self.synchronizing = self.synchronizing, False
         try:
             yield
@@ -194,7 +194,7 @@ def guarded_step(
     rank changes a weight or the optimizer's state, and all ranks return False. Else all ranks step
     on the mean gradient, clipped to norm 1, and return True.
     """
-    # answer: two lines more than the broken program
+    # answer
     optimizer.zero_grad()
     _, loss = model(inputs, targets)
     finite = loss.isfinite().float()

@@ -13,7 +13,7 @@ def count_parameters(config: GPTConfig) -> dict[str, int]:
     Keys: `embedding` (token and position table), `attention`, `mlp`, `norm` (the last one too),
     `head` (0: it is the token table again), `total`. Biases count with the layer they belong to.
     """
-    # answer: about 12 lines
+    # answer
     h, layers, bias = config.n_embd, config.n_layer, int(config.bias)
     attention = (h + bias) * 3 * h + (h + bias) * h  # c_attn and c_proj
     mlp = (h + bias) * 4 * h + (4 * h + bias) * h  # c_fc and c_proj
@@ -29,7 +29,7 @@ def count_parameters(config: GPTConfig) -> dict[str, int]:
     # end of answer
 
 
-# answer: about 3 lines
+# answer
 def attention_core_flops(config: GPTConfig, batch_size: int, sequence_length: int) -> int:
     """One layer's scores (q times k) and weighted sum of the values: 2·b·s²·h each."""
     return 2 * (2 * batch_size * sequence_length**2 * config.n_embd)
@@ -45,7 +45,7 @@ def forward_flops(config: GPTConfig, batch_size: int, sequence_length: int) -> d
     `total`. Adding biases, norms, softmax, GELU and the embedding look-up count as nothing, as they
     do in `torch.utils.flop_counter.FlopCounterMode`.
     """
-    # answer: about 12 lines
+    # answer
     h, layers = config.n_embd, config.n_layer
     tokens = batch_size * sequence_length
     projections = 2 * tokens * h * 3 * h + 2 * tokens * h * h
@@ -71,7 +71,7 @@ def training_flops(config: GPTConfig, batch_size: int, sequence_length: int, rec
     Raises:
         ValueError: `recompute` is another word.
     """
-    # answer: about 10 lines
+    # answer
     forward = forward_flops(config, batch_size, sequence_length)
     again = {
         "none": 0,
@@ -96,7 +96,7 @@ def model_state_bytes(num_parameters: int, recipe: str) -> dict[str, int]:
     Raises:
         ValueError: `recipe` is another word.
     """
-    # answer: about 10 lines
+    # answer
     moments, master = 4 + 4, 4
     recipes = {
         "fp32": (4, 4, moments),
@@ -128,7 +128,7 @@ def activation_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -
     Exact for b >= 2 and a >= 2. (With b = 1 or a = 1 and dropout, the values are not copied out of
     the fused projection, which then stays alive as a whole: 8·b·s·h bytes a layer more.)
     """
-    # answer: about 25 lines
+    # answer
     s, h, a, layers = sequence_length, config.n_embd, config.n_head, config.n_layer
     tokens, scores = batch_size * s, batch_size * a * s * s
     stream = 4 * tokens * h  # one fp32 tensor (b, s, h)
@@ -162,7 +162,7 @@ def model_flops_utilization(
 
     What is computed a second time to save memory does not count: it brings the training no further.
     """
-    # answer: about 2 lines
+    # answer
     flops_per_token = training_flops(config, 1, sequence_length) / sequence_length
     return tokens_per_second * flops_per_token / peak_flops_per_second
     # end of answer
@@ -186,7 +186,7 @@ def utilization_report(
         `parameters`; `model_state_gib`, 16 bytes a parameter in GiB (2**30 bytes);
         `model_flops_utilization` and `hardware_flops_utilization`, fractions of the dense peak.
     """
-    # answer: about 14 lines
+    # answer
     config = model.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied one once
     in_blocks = sum(parameter.numel() for parameter in model.transformer.h.parameters())

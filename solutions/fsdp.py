@@ -28,7 +28,7 @@ def state_bytes_per_rank(num_parameters: int, num_ranks: int, stage: int) -> dic
     copy of the weight and Adam's two moments). Stage 0 is plain data parallelism; 1 cuts the optimizer's
     state over the ranks, 2 the gradients as well, 3 the weights too. Source: arXiv:1910.02054, figure 1.
     """
-    # answer: about 5 lines
+    # answer
     weights = 2 * num_parameters / (num_ranks if stage >= 3 else 1)
     gradients = 2 * num_parameters / (num_ranks if stage >= 2 else 1)
     optimizer = 12 * num_parameters / (num_ranks if stage >= 1 else 1)
@@ -43,7 +43,7 @@ def communication_elements(num_parameters: int, num_ranks: int, stage: int) -> d
     All three go round a ring, and each is a total over the step: in stage 3, every weight is gathered for
     forward and for backward. What a stage does not use is 0. Source: arXiv:1910.02054, section 7.
     """
-    # answer: about 5 lines
+    # answer
     once_round = num_parameters * (num_ranks - 1) / num_ranks
     return {
         "all_reduce": 2 * once_round if stage == 0 else 0.0,
@@ -53,7 +53,7 @@ def communication_elements(num_parameters: int, num_ranks: int, stage: int) -> d
     # end of answer
 
 
-# answer: a tensor in n equal shares, the two collectives on them, settings of optimizers: about 35 lines
+# answer: a tensor in n equal shares, the two collectives on them, settings of optimizers
 def own_share(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's share of a tensor of P elements: a flat view of at most ceil(P/n) of them, perhaps none."""
     size = -(-tensor.numel() // group.size())
@@ -111,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         """`params` as any optimizer takes them, `kwargs` for `optimizer_class`; shares are over `group`."""
-        # answer: about 10 lines
+        # answer
         super().__init__(params, kwargs)  # makes param_groups of the whole parameters
         self.group = group
         groups = [
@@ -131,7 +131,7 @@ class ShardedOptimizer(Optimizer):
         A closure is called once, first of all and with gradients enabled: its backward makes the gradients.
         Returns its loss, this rank's own, or None without a closure.
         """
-        # answer: about 15 lines
+        # answer
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,7 +148,7 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters, in whatever form this rank holds them."""
-        # answer: about 4 lines
+        # answer
         super().zero_grad(set_to_none)
         for whole in self.param_groups:
             for parameter in whole["params"]:
@@ -157,20 +157,20 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's share."""
-        # answer: about 2 lines
+        # answer
         copy_settings(self, self.inner)
         return self.inner.state_dict()
         # end of answer
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave on this rank, with the learning rate and the like of then."""
-        # answer: about 3 lines
+        # answer
         self.inner.load_state_dict(state_dict)
         self.state = self.inner.state
         copy_settings(self.inner, self)
         # end of answer
 
-    # answer: two more methods: about 12 lines
+    # answer: two more methods
     def _trained(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """Parameters, and the view of this rank's share of each."""
         for whole, own in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -198,7 +198,7 @@ class ShardedGradients(nn.Module):
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
         """Keep the module, and have its trained parameters call a hook when their gradient is there."""
-        # answer: about 8 lines
+        # answer
         super().__init__()
         self.module = module
         self.group = group
@@ -210,13 +210,13 @@ class ShardedGradients(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        # answer: about 1 line
+        # answer
         return self.module(*args, **kwargs)
         # end of answer
 
     def _gradient_is_there(self, parameter: nn.Parameter) -> None:
         """Your hook: autograd calls it when this pass has added all of its gradient to parameter.grad."""
-        # answer: about 3 lines
+        # answer
         self.finish_gradient_synchronization()  # the one before: it travelled while this one was computed
         self.flying = parameter, start_reduce_scatter(parameter.grad, self.group)
         parameter.grad = None
@@ -224,7 +224,7 @@ class ShardedGradients(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Wait for what is still on its way. Does nothing when nothing is."""
-        # answer: about 6 lines
+        # answer
         if self.flying is None:
             return
         (parameter, finish), self.flying = self.flying, None
@@ -233,7 +233,7 @@ class ShardedGradients(nn.Module):
         # end of answer
 
 
-# answer: weights that are gathered and freed together: about 65 lines
+# answer: weights that are gathered and freed together
 Place = tuple[nn.Module, str, str]
 """A module, its name for one of its weights, and GPT's name for it."""
 
@@ -337,7 +337,7 @@ class FullySharded(nn.Module):
 
     def __init__(self, module: GPT, group: ProcessGroup) -> None:
         """Cut every parameter of the module, which is emptied, and hook on to its blocks."""
-        # answer: about 15 lines
+        # answer
         super().__init__()
         self.module = module
         self.open: list[Flat] = []  # the block whose backward is going on
@@ -354,7 +354,7 @@ class FullySharded(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """What the GPT returns: logits and loss of this rank's tokens (b, s)."""
-        # answer: about 9 lines
+        # answer
         for flat in self.flats:
             flat.free()  # an earlier pass may have stopped half-way, with weights that are old by now
         for flat in self.outside:
@@ -370,7 +370,7 @@ class FullySharded(nn.Module):
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole weights under GPT's names, on every rank; all ranks call it."""
-        # answer: about 8 lines
+        # answer
         state = self.module.state_dict()
         for flat in self.flats:
             flat.gather()
@@ -380,7 +380,7 @@ class FullySharded(nn.Module):
         return state
         # end of answer
 
-    # answer: the hooks: about 35 lines
+    # answer: the hooks
     def _before_block(self, unit: list[Flat], block: nn.Module, args: Any) -> None:
         for flat in unit:
             flat.gather()
@@ -428,7 +428,7 @@ def fully_shard_gpt(model: GPT, mesh: DeviceMesh) -> GPT:
     What lies outside the blocks is the last unit. `mesh` has one dimension, the ranks to shard over.
     Changes and returns the model.
     """
-    # answer: about 4 lines
+    # answer
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -452,7 +452,7 @@ def clipped_step(
     every rank multiplies its gradients by max_norm / norm. Returns the norm before clipping, a scalar
     that is the same on every rank.
     """
-    # answer: about 5 lines in the place of one
+    # answer
     optimizer.zero_grad()
     _, loss = module(inputs, targets)
     loss.backward()

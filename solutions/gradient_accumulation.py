@@ -35,7 +35,7 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
     Returns:
         The mean loss over all counted targets, detached.
     """
-    # answer: about 10 lines
+    # answer
     k = min(num_microbatches, len(inputs))  # a micro-batch has at least one sequence
     counted = (targets != -1).sum()
     mean = torch.zeros((), device=targets.device)
@@ -56,7 +56,7 @@ def largest_microbatch(config: GPTConfig, memory_bytes: int, recipe: str, sequen
     A micro-batch fits when the model states of the recipe (`fp32`, `mixed`, `mixed_fp32_gradients`) and
     what its forward keeps, in fp32, together need at most `memory_bytes`.
     """
-    # answer: about 6 lines
+    # answer
     states = model_state_bytes(count_parameters(config)["total"], recipe)["total"]
     one, two = (activation_bytes(config, b, sequence_length)["total"] for b in (1, 2))
     each = two - one  # activations are a straight line in b
@@ -81,7 +81,7 @@ def train_epoch(
 
     Returns the mean loss of each step.
     """
-    # answer: about as long as the broken program
+    # answer
     losses = []
     for first in range(0, len(microbatches), accumulate):
         together = microbatches[first : first + accumulate]

@@ -26,7 +26,7 @@ from solutions.tensor_parallel import (
 )
 
 
-# answer: about 20 lines: the two collectives along the sequence, and an autograd.Function
+# answer
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """(b, s/n, h) on each rank to (b, s, h) on all of them, in rank order."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -63,12 +63,12 @@ def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     x (b, s/n, h) to (b, s, h). What follows is cut work, of which each rank knows a part of the gradient of
     every token: this rank's tokens get the sum. Neither x nor the gradient that comes in is changed.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
+    # answer
     return _GatherSequence.apply(x, group)
     # end of answer
 
 
-# answer: about 10 lines, an autograd.Function
+# answer
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -92,12 +92,12 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     Raises:
         ValueError: s does not divide by n.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
+    # answer
     return _ReduceScatterSequence.apply(x, group)
     # end of answer
 
 
-# answer: about 12 lines, an autograd.Function
+# answer
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -122,12 +122,12 @@ def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     Raises:
         ValueError: s does not divide by n.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 12 lines above
+    # answer
     return _ScatterSequence.apply(x, group)
     # end of answer
 
 
-# answer: about 20 lines, an autograd.Function
+# answer
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
@@ -159,7 +159,7 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Proce
     bias (out/n) or None. The gathered x is not kept: backward gathers it again for the gradient of the
     weight. So one all-gather forward; one all-gather and one reduce-scatter backward.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 20 lines above
+    # answer
     return _GatheredLinear.apply(x, weight, bias, group)
     # end of answer
 
@@ -179,7 +179,7 @@ def block_activation_bytes(
     Raises:
         ValueError: `scheme` is another word.
     """
-    # answer: about 18 lines
+    # answer
     tokens, n = batch_size * sequence_length, num_ranks
     whole = 4 * tokens * config.n_embd  # (b, s, h)
     part = whole // n  # (b, s/n, h), or h/n features of every token
@@ -202,7 +202,7 @@ def block_activation_bytes(
     # end of answer
 
 
-# answer: about 60 lines: two layers, an attention that knows its s, and what ranks must and must not share
+# answer
 class _GatherLinear(nn.Module):
     """A column-parallel layer that takes this rank's tokens: (b, s/n, in) to (b, s, out/n)."""
 
@@ -269,7 +269,7 @@ def sequence_parallel_block(block: Block, group: ProcessGroup) -> Block:
     Raises:
         ValueError: the number of heads does not divide by the number of ranks; nothing was changed.
     """
-    # answer: about 15 lines, and about 50 lines of small pieces above
+    # answer
     attention, mlp = tensor_parallel_attention(block.attn, group), tensor_parallel_mlp(block.mlp, group)
     attention.c_attn, mlp.c_fc = _GatherLinear(attention.c_attn), _GatherLinear(mlp.c_fc)
     attention.c_proj, mlp.c_proj = _ScatterLinear(attention.c_proj), _ScatterLinear(mlp.c_proj)
@@ -282,7 +282,7 @@ def sequence_parallel_block(block: Block, group: ProcessGroup) -> Block:
     # end of answer
 
 
-# answer: about 40 lines: the parts of GPT.forward for this rank's tokens
+# answer
 def _look_up(table: VocabParallelEmbedding, idx: Tensor) -> Tensor:
     """VocabParallelEmbedding.forward, of which this rank's tokens stay: (b, s) to (b, s/n, h)."""
     idx = idx - table.group.rank() * table.weight.size(0)
@@ -336,7 +336,7 @@ def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     Raises:
         ValueError: n_head does not divide by the number of ranks, and nothing was changed.
     """
-    # answer: about 16 lines, and about 40 lines of small pieces above
+    # answer
     shard_size(model.config.n_head, group, "n_head")
     blocks, model.transformer.h = model.transformer.h, nn.ModuleList()
     tensor_parallelize(model, group)  # the table, the loss, whole logits without targets
@@ -373,7 +373,7 @@ class AdaptedRowLinear(nn.Module):
 
     def sum_over_group(self, gradient: Tensor) -> Tensor:
         """The gradient of what every rank has whole, from what each rank's tokens gave."""
-        # answer: about 3 lines
+        # answer
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=self.group)
         return gradient

@@ -23,7 +23,7 @@ def shard_size(size: int, group: ProcessGroup, what: str) -> int:
     return size // group.size()
 
 
-# answer: about 12 lines, two small autograd.Functions, one for each direction
+# answer
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the group, in a new tensor: `dist.all_reduce` writes into the one it is given."""
     total = x.clone(memory_format=torch.contiguous_format)
@@ -51,12 +51,12 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     Every rank uses the whole x for its own share of the work, so the gradient of x is the sum of what
     the ranks found. Neither x nor the gradient that comes in is changed. Any shape and dtype.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
+    # answer
     return _CopyToGroup.apply(x, group)
     # end of answer
 
 
-# answer: about 8 lines, an autograd.Function
+# answer
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -75,12 +75,12 @@ def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Neither x nor the gradient that comes in is changed. Any shape and dtype.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 8 lines above
+    # answer
     return _ReduceFromGroup.apply(x, group)
     # end of answer
 
 
-# answer: about 30 lines: a gather, a slice, and two autograd.Functions that use them crosswise
+# answer
 def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """(..., k) on each rank to (..., n·k) on all of them, in rank order."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -125,7 +125,7 @@ def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     x (..., k) to (..., n·k). Nothing is summed in backward: what follows a gather is replicated, so
     every rank already has the whole gradient.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
+    # answer
     return _GatherFromGroup.apply(x, group)
     # end of answer
 
@@ -138,7 +138,7 @@ def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     Raises:
         ValueError: k does not divide by n.
     """
-    # answer: about 1 line, and a torch.autograd.Function of about 10 lines above
+    # answer
     return _ScatterToGroup.apply(x, group)
     # end of answer
 
@@ -162,7 +162,7 @@ class ColumnParallelLinear(nn.Module):
         group: ProcessGroup,
         gather_output: bool = False,
     ) -> None:
-        # answer: about 6 lines
+        # answer
         super().__init__()
         self.group, self.gather_output = group, gather_output
         size = shard_size(out_features, group, "out_features")
@@ -177,7 +177,7 @@ class ColumnParallelLinear(nn.Module):
         cls, linear: nn.Linear, *, group: ProcessGroup, gather_output: bool = False
     ) -> "ColumnParallelLinear":
         """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
-        # answer: about 6 lines
+        # answer
         out_features, in_features = linear.weight.shape
         bias = linear.bias is not None
         layer = cls(in_features, out_features, bias, group=group, gather_output=gather_output)
@@ -189,7 +189,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole x (..., in), the same on every rank, to (..., out/n), or (..., out) if gathered."""
-        # answer: about 2 lines
+        # answer
         y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)  # (..., out/n)
         return gather_from_group(y, self.group) if self.gather_output else y
         # end of answer
@@ -215,7 +215,7 @@ class RowParallelLinear(nn.Module):
         group: ProcessGroup,
         input_is_parallel: bool = True,
     ) -> None:
-        # answer: about 5 lines
+        # answer
         super().__init__()
         self.group, self.input_is_parallel = group, input_is_parallel
         shard_size(in_features, group, "in_features")
@@ -229,7 +229,7 @@ class RowParallelLinear(nn.Module):
         cls, linear: nn.Linear, *, group: ProcessGroup, input_is_parallel: bool = True
     ) -> "RowParallelLinear":
         """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
-        # answer: about 6 lines
+        # answer
         out_features, in_features = linear.weight.shape
         bias = linear.bias is not None
         layer = cls(in_features, out_features, bias, group=group, input_is_parallel=input_is_parallel)
@@ -244,7 +244,7 @@ class RowParallelLinear(nn.Module):
 
         With input_is_parallel False, x is the whole (..., in), and each rank takes its slice.
         """
-        # answer: about 4 lines
+        # answer
         x = x if self.input_is_parallel else scatter_to_group(x, self.group)
         y = reduce_from_group(F.linear(x, self.weight), self.group)  # (..., out)
         return y if self.bias is None else y + self.bias
@@ -257,7 +257,7 @@ def share_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device | 
     It gets a `generator` of its own on `device`, seeded with a number that the group's rank 0 draws and
     everyone receives. Two dropouts that are shared one after the other get different seeds.
     """
-    # answer: about 4 lines
+    # answer
     seed = torch.randint(2**62, (1,)).to(device)
     dist.broadcast(seed, group_src=0, group=group)
     dropout.generator = torch.Generator(device).manual_seed(int(seed))
@@ -274,7 +274,7 @@ def tensor_parallel_mlp(mlp: MLP, group: ProcessGroup) -> MLP:
     Raises:
         ValueError: 4h does not divide by the number of ranks.
     """
-    # answer: about 4 lines
+    # answer
     mlp.c_fc = ColumnParallelLinear.from_linear(mlp.c_fc, group=group)
     mlp.c_proj = RowParallelLinear.from_linear(mlp.c_proj, group=group)
     share_dropout(mlp.dropout, group, mlp.c_fc.weight.device)
@@ -291,7 +291,7 @@ def tensor_parallel_attention(attention: CausalSelfAttention, group: ProcessGrou
     Raises:
         ValueError: the number of heads does not divide by the number of ranks; nothing was changed.
     """
-    # answer: about 9 lines
+    # answer
     num_heads = attention.c_attn.out_features // (3 * attention.head_size)
     shard_size(num_heads, group, "n_head")
     by_rank = copy.deepcopy(attention.c_attn)  # rows q|k|v of all heads, to q|k|v of rank 0, of rank 1, ...
@@ -315,7 +315,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, group: ProcessGroup) -> None:
-        # answer: about 6 lines
+        # answer
         super().__init__()
         self.group = group
         whole = nn.Embedding(num_embeddings, embedding_dim).weight.detach()
@@ -325,7 +325,7 @@ class VocabParallelEmbedding(nn.Module):
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: ProcessGroup) -> "VocabParallelEmbedding":
         """This rank's rows of a dense table that is the same on every rank, in a copy of their own."""
-        # answer: about 3 lines
+        # answer
         table = cls(*embedding.weight.shape, group=group)
         table.weight = nn.Parameter(cls._own_rows(embedding.weight.detach(), group))
         return table
@@ -334,14 +334,14 @@ class VocabParallelEmbedding(nn.Module):
     @staticmethod
     def _own_rows(whole: Tensor, group: ProcessGroup) -> Tensor:
         """This rank's rows of a table (v, h), with rows of zeros where it ends early."""
-        # answer: about 3 lines
+        # answer
         padding = -whole.size(0) % group.size()
         return _own_slice(F.pad(whole, (0, 0, 0, padding)), 0, group)
         # end of answer
 
     def forward(self, idx: Tensor) -> Tensor:
         """Tokens of any shape, the same on every rank, to (..., h): their rows, whole on every rank."""
-        # answer: about 5 lines
+        # answer
         idx = idx - self.group.rank() * self.weight.size(0)
         elsewhere = (idx < 0) | (idx >= self.weight.size(0))
         rows = F.embedding(idx.masked_fill(elsewhere, 0), self.weight)  # (..., h)
@@ -357,7 +357,7 @@ def vocab_parallel_cross_entropy(logits_shard: Tensor, targets: Tensor, group: P
     numbers a token travel: the largest logit, the sum of exponentials, the target's logit. A column of
     -inf is a word that does not exist.
     """
-    # answer: about 11 lines
+    # answer
     vocabulary = logits_shard.size(-1)
     largest = logits_shard.detach().max(dim=-1).values  # (N,)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -372,7 +372,7 @@ def vocab_parallel_cross_entropy(logits_shard: Tensor, targets: Tensor, group: P
     # end of answer
 
 
-# answer: about 20 lines, the pieces below use them
+# answer
 def _loss(group: ProcessGroup, vocab_size: int, logits: Tensor, targets: Tensor) -> Tensor:
     """GPT.loss for this rank's part of the logits, (b, s, rows): padding is no word."""
     first = group.rank() * logits.size(-1)
@@ -414,7 +414,7 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     Raises:
         ValueError: n_head does not divide by the number of ranks; nothing was changed.
     """
-    # answer: about 12 lines, and a loss and a forward hook of about 12 lines above
+    # answer
     for block in model.transformer.h:
         tensor_parallel_attention(block.attn, group)
         tensor_parallel_mlp(block.mlp, group)
@@ -448,7 +448,7 @@ class MultiQueryAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, s, h), the same on every rank, to (b, s, h), the same on every rank."""
-        # answer: about 6 lines
+        # answer
         b, s, _ = x.shape
         q = self.query(x).view(b, s, -1, self.head_size).transpose(1, 2)  # (b, a/n, s, d)
         # Here replicated keys and values enter sharded computation: every rank's heads pull at them.

@@ -24,6 +24,8 @@ class Mistake:
     says: str
     edits: tuple[tuple[str, str], ...]
     tag: str = ""
+    breaks: tuple[str, ...] = ()
+    """The sentences of the exercise's docstring, or of the lesson's rules, that it breaks."""
     base: str = ""
     """What the edits apply to, as a path in the repository; "" is the reference."""
 
@@ -48,7 +50,9 @@ def mistakes() -> list[Mistake]:
         for entry in tomllib.loads(path.read_text())["mistake"] if path.exists() else []:
             pairs = entry.pop("edits", None) or [{"old": entry.pop("old"), "new": entry.pop("new")}]
             edits = tuple((pair["old"], pair["new"]) for pair in pairs)
-            found.append(Mistake(lesson=lesson, edits=edits, **entry))
+            breaks = entry.pop("breaks", ())
+            breaks = (breaks,) if isinstance(breaks, str) else tuple(breaks)
+            found.append(Mistake(lesson=lesson, edits=edits, breaks=breaks, **entry))
     return found
 
 

@@ -68,7 +68,7 @@ def total(numbers: "Iterable[float]") -> float:
 
     # answer is a word that may stand in a docstring
     """
-    # answer: about 3 "short" lines
+    # answer: a "short" way
     result = START
     for number in numbers:
         result = add(result, number)
@@ -90,17 +90,17 @@ class Adder:
 
     def __init__(self, constant: float) -> None:
         """Keep it."""
-        # answer: 1 line
+        # answer
         self.constant = constant
         # end of answer
 
-    # answer: a method of your own
+    # answer: a method
     def doubled(self) -> float:
         return mul(2, self.constant)
     # end of answer
 
     def __call__(self, x: float) -> float:
-        # answer: 1 line
+        # answer
         return _helper(x) + self.constant
         # end of answer
 
@@ -108,7 +108,7 @@ class Adder:
 
 
 def average(numbers: "list[float]") -> float:
-    # answer: 1 line
+    # answer
     return total(numbers) / len(numbers)
     # end of answer
 
@@ -170,7 +170,7 @@ def read_from(tmp_path: Path, text: str):
 def test_the_stub_keeps_signature_and_docstring_and_what_stands_before(lesson: Lesson) -> None:
     stub = lesson.exercises["total"].stub
     assert stub.startswith('START = 0\n"""Where counting begins."""\n\n\ndef total(')
-    assert '    raise NotImplementedError("about 3 \\"short\\" lines")' in stub.splitlines()
+    assert '    raise NotImplementedError("about 4 lines: a \\"short\\" way")' in stub.splitlines()
     assert "may stand in a docstring" in stub
     assert "result" not in stub
     assert "import" not in stub
@@ -187,10 +187,10 @@ class Adder:
 
     def __init__(self, constant: float) -> None:
         """Keep it."""
-        raise NotImplementedError("1 line")
+        raise NotImplementedError("about 1 line; and about 4 lines of helpers: a helper, a method")
 
     def __call__(self, x: float) -> float:
-        raise NotImplementedError("1 line")
+        raise NotImplementedError("about 1 line")
 
     name = "adder"'''
     )
@@ -204,14 +204,14 @@ def test_what_follows_the_last_exercise_is_no_part_of_it(lesson: Lesson) -> None
     exercises = lesson.exercises
     assert list(exercises) == ["total", "Adder", "average"]
     assert "PARALLEL" not in "".join(e.answer for e in exercises.values())
-    assert exercises["average"].stub.endswith('raise NotImplementedError("1 line")')
+    assert exercises["average"].stub.endswith('raise NotImplementedError("about 1 line")')
 
 
 def test_every_stub_can_be_defined_without_the_answers(lesson: Lesson) -> None:
     namespace: dict = {}
     for exercise in lesson.exercises.values():
         exec(exercise.stub, namespace)
-    with pytest.raises(NotImplementedError, match="about 3"):
+    with pytest.raises(NotImplementedError, match="about 4"):
         namespace["total"]([1])
 
 
@@ -220,7 +220,7 @@ def test_decorators_and_nested_functions_stay(tmp_path: Path) -> None:
 @decorated
 def outer():
     def inner():
-        # answer: 1 line
+        # answer
         return 1
         # end of answer
     return inner
@@ -229,27 +229,37 @@ def outer():
 @decorated
 def outer():
     def inner():
-        raise NotImplementedError("1 line")
+        raise NotImplementedError("about 1 line")
     return inner"""
     assert read_from(tmp_path, text)["outer"].stub == expected
+
+
+def test_how_long_an_answer_is_is_counted_with_its_helpers(tmp_path: Path) -> None:
+    helper = "\n".join(["# answer: parts", "def _part():", '    """Not counted."""', *["    _ = 1"] * 23])
+    answer = ['    """Told."""', "    # answer", "    # not counted", "", "    x = (", "        1", "    )"]
+    text = "\n".join(
+        [helper, "# end of answer", "", "", "def f():", *answer, "    return x", "    # end of answer"]
+    )
+    stub = read_from(tmp_path, text)["f"].stub
+    assert 'raise NotImplementedError("about 4 lines; and about 25 lines of helpers: parts")' in stub
 
 
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("def f():\n    # answer: 1 line\n    return 1\n", 2, "not closed"),
+        ("def f():\n    # answer\n    return 1\n", 2, "not closed"),
         (
-            "def f():\n    # answer: 1\n    return 1\n\ndef g():\n    # answer: 1\n    return 1\n",
+            "def f():\n    # answer\n    return 1\n\ndef g():\n    # answer\n    return 1\n",
             2,
             "before line 6",
         ),
-        ("def f():\n    return 1\n    # end of answer\n", 3, "without `# answer:`"),
-        ("def f():\n    # answer: 1 line\n    return 1\n# end of answer\n", 4, "indent this"),
-        ("def f():\n    # answer:\n    return 1\n    # end of answer\n", 2, "how long"),
+        ("def f():\n    return 1\n    # end of answer\n", 3, "without `# answer`"),
+        ("def f():\n    # answer\n    return 1\n# end of answer\n", 4, "indent this"),
+        ("def f():\n    # answer: about 3 lines\n    return 1\n    # end of answer\n", 2, "is counted"),
         ("def f(:\n", 1, "Python can not read"),
-        ("class A:\n    # answer: 1\n    x = 1\n    # end of answer\n", 1, "not Python"),
-        ("def _f():\n    # answer: 1\n    return 1\n    # end of answer\n", 1, "public name"),
-        ("# --- training ---\ndef f():\n    # answer: 1\n    return 1\n    # end of answer\n", 2, "training"),
+        ("class A:\n    # answer\n    x = 1\n    # end of answer\n", 1, "not Python"),
+        ("def _f():\n    # answer\n    return 1\n    # end of answer\n", 1, "public name"),
+        ("# --- training ---\ndef f():\n    # answer\n    return 1\n    # end of answer\n", 2, "training"),
     ],
 )
 def test_a_wrong_marker_is_named_with_its_line(tmp_path: Path, text: str, line: int, message: str) -> None:

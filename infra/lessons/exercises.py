@@ -1,17 +1,21 @@
 """Cuts solutions/<slug>.py into exercises: for each, the learner's stub and the answer.
 
-Markers: `# answer: <size hint>` opens an answer block and `# end of answer` closes it. A block inside
-a function is what the learner writes there. A block outside any function (helpers) belongs to the
-exercise that follows it, and the learner does not see it.
+Markers: `# answer` opens an answer block and `# end of answer` closes it. A block inside a function is what
+the learner writes there. A block outside any function (helpers, `# answer: what they are`) belongs to the
+exercise that follows it, and the learner does not see it. The stub says how long the answer is, helpers
+included: the lines are counted.
 """
 
 import ast
+import io
 import json
 import re
+import textwrap
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
-OPENS = re.compile(r"^(\s*)# answer:\s*(.*?)\s*$")
+OPENS = re.compile(r"^(\s*)# answer(?::\s*(.*?))?\s*$")
 CLOSES = re.compile(r"^(\s*)# end of answer\s*$")
 RULE = re.compile(r"^# ?-{3,}")
 TRAINING = re.compile(r"^# ?-{3,} training\b")
@@ -46,7 +50,8 @@ class Block:
     start: int
     end: int
     indent: str
-    hint: str
+    note: str
+    """What it holds, in words; "" goes without saying."""
     in_function: bool
 
 
@@ -88,19 +93,20 @@ def find_blocks(path: Path, lines: list[str], tree: ast.Module) -> list[Block]:
         if match := OPENS.match(line):
             if opened:
                 raise LessonError(path, opened[0], f"this answer block is not closed before line {number}")
-            if not match[2]:
-                raise LessonError(path, number, "say how long the answer is: `# answer: about 3 lines`")
-            opened = (number, match[1], match[2])
+            if re.search(r"\blines?\b", match[2] or ""):
+                message = "how long the answer is, is counted: say what it is, or `# answer` alone"
+                raise LessonError(path, number, message)
+            opened = (number, match[1], match[2] or "")
         elif match := CLOSES.match(line):
             if not opened:
-                raise LessonError(path, number, "`# end of answer` without `# answer:` before it")
-            start, indent, hint = opened
+                raise LessonError(path, number, "`# end of answer` without `# answer` before it")
+            start, indent, note = opened
             if match[1] != indent:
-                raise LessonError(path, number, f"indent this as `# answer:` in line {start} is")
+                raise LessonError(path, number, f"indent this as `# answer` in line {start} is")
             inside = any(
                 f.lineno < start <= (f.end_lineno or 0) and f.col_offset < len(indent) for f in functions
             )
-            blocks.append(Block(start, number, indent, hint, inside))
+            blocks.append(Block(start, number, indent, note, inside))
             opened = None
     if opened:
         raise LessonError(path, opened[0], "this answer block is not closed: `# end of answer` is missing")
@@ -142,6 +148,7 @@ def end_of_imports(tree: ast.Module) -> int:
 def render(lines: list[str], span: tuple[int, int], blocks: list[Block], *, solved: bool) -> str:
     """The lines of a span (both ends included) as a notebook cell."""
     starts = {block.start: block for block in blocks}
+    helpers = [b for b in blocks if not b.in_function and span[0] <= b.start <= span[1]]
     markers = {n for block in blocks for n in (block.start, block.end)}
     shown: list[str] = []
     number = span[0]
@@ -150,7 +157,8 @@ def render(lines: list[str], span: tuple[int, int], blocks: list[Block], *, solv
         block = starts.get(number)
         if block and not solved:
             if block.in_function:
-                hint = json.dumps(block.hint, ensure_ascii=False)
+                hint = json.dumps(announcement(lines, block, helpers), ensure_ascii=False)
+                helpers = []  # told once, where the learner begins
                 shown.append(f"{block.indent}raise NotImplementedError({hint})")
             number = block.end
             while not block.in_function and number < span[1] and not lines[number].strip():
@@ -159,3 +167,36 @@ def render(lines: list[str], span: tuple[int, int], blocks: list[Block], *, solv
             shown.append(line.rstrip())
         number += 1
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(shown).strip("\n"))
+
+
+def announcement(lines: list[str], block: Block, helpers: list[Block]) -> str:
+    """How long the answer in a function is, and the helpers that the learner writes besides."""
+    own = f"about {_counted(count_lines(lines, block))}" + (f": {block.note}" if block.note else "")
+    if not helpers:
+        return own
+    notes = ", ".join(helper.note for helper in helpers if helper.note)
+    number = sum(count_lines(lines, helper) for helper in helpers)
+    return f"{own}; and about {_counted(number)} of helpers" + (f": {notes}" if notes else "")
+
+
+def count_lines(lines: list[str], block: Block) -> int:
+    """Lines of code of an answer: comments, docstrings and empty lines do not count."""
+    source = textwrap.dedent("\n".join(lines[block.start : block.end - 1]))
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    counted = {
+        line
+        for token in tokens
+        if token.type not in silent | {tokenize.ENDMARKER}
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(f"def f():\n{textwrap.indent(source, ' ')}")):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant | ast.JoinedStr):
+            counted -= set(range(node.lineno - 1, (node.end_lineno or node.lineno)))
+    return len(counted)
+
+
+def _counted(number: int) -> str:
+    """A count of lines in words: of more than twenty, to the nearest five."""
+    number = 5 * round(number / 5) if number > 20 else number
+    return f"{number} line{'' if number == 1 else 's'}"
