@@ -1,6 +1,6 @@
 """All that a lesson's checks import: to declare, to try, to compare, to explain, and to measure on a rank."""
 
-from grader.beside.measure import storage_bytes
+from grader.beside.measure import storage_bytes, tensors_in
 from grader.judging.aids import (
     BACKWARD,
     backward,
@@ -52,6 +52,7 @@ __all__ = [
     "show",
     "stand_alone",
     "storage_bytes",
+    "tensors_in",
     "told",
     "weights_of",
     "whole",

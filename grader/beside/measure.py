@@ -1,11 +1,18 @@
 """What a rank holds: bytes of weights, gradients and optimizer state, by distinct storages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested dicts, lists and tuples, in their order."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in inner for tensor in tensors_in(each)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -29,7 +36,4 @@ def gradient_bytes(module: nn.Module) -> int:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state, scalars such as step counts left out."""
-    state: Any = optimizer.state
-    return storage_bytes(
-        leaf for leaf in tree_leaves(dict(state)) if isinstance(leaf, Tensor) and leaf.dim() > 0
-    )
+    return storage_bytes(tensor for tensor in tensors_in(optimizer.state) if tensor.dim() > 0)

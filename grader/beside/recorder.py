@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from grader.beside.measure import tensors_in
 from grader.beside.unseen import most_calls, world_ranks
 from grader.ranks.recording import Event, Recording, Totals
 
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
             values = {a.name: a.default_value for a in func._schema.arguments}
             values |= dict(zip(values, args, strict=False)) | kwargs
             kind, position = _C10D[name]
-            tensors = [] if position is None else _tensors(args[position])
+            tensors = [] if position is None else tensors_in(args[position])
             group = dist.ProcessGroup.unbox(values["process_group"])
             ranks = tuple(dist.get_process_group_ranks(group))
             peer = next((values[key] for key in ("dst", "src", "root_rank") if key in values), None)
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
             ranks = tuple(dist.get_process_group_ranks(group))
             op = next((a.upper() for a in args[1:-1] if isinstance(a, str)), "")
             scale = len(ranks) if _FUNCTIONAL[name] == "all_gather" else 1
-            tensors = _tensors(args[0])
+            tensors = tensors_in(args[0])
             self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
             return self._make(_FUNCTIONAL[name], tensors, ranks, None, op, True, scale)
         return None
@@ -239,7 +239,7 @@ class Window:
             totals = self._recording.totals[self.mark_name]
             totals.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
             totals.last_compute = index
-        tensors = _tensors(result)
+        tensors = tensors_in(result)
         for tensor in tensors:
             self._recording.largest_elements = max(self._recording.largest_elements, tensor.numel())
         if self._memory:
@@ -285,13 +285,9 @@ class Window:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _storages(value: Any) -> dict[int, Any]:
     """The storages behind the tensors of a value, by their address."""
-    storages = [t.untyped_storage() for t in _tensors(value) if t.device.type != "meta"]
+    storages = [t.untyped_storage() for t in tensors_in(value) if t.device.type != "meta"]
     return {storage._cdata: storage for storage in storages}
 
 
@@ -324,7 +320,7 @@ def watch_backends(recorder: Recorder) -> None:
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             position = 1 if kind in ("reduce_scatter", "gather", "all_to_all") else 0
-            tensors = _tensors(args[position : position + 1])
+            tensors = tensors_in(args[position : position + 1])
             recorder.saw_backend_call(kind, tensors, world_ranks(self))
             return original(self, *args, **kwargs)
 

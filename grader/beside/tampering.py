@@ -68,7 +68,7 @@ class Guard:
             time,
             torch,
             torch.Tensor,
-            torch._C._distributed_c10d.ProcessGroup,
+            dist.ProcessGroup,
             torch.autograd,
             torch.nn.functional,
             torch.nn.Module,

@@ -6,6 +6,7 @@ never starts a thread; runs are handed over as one end of a socket pair each.
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -16,16 +17,8 @@ import sys
 import tempfile
 import traceback
 
-# What torch, or the first cell of a notebook, would else import in every rank: done once, here.
-# Matplotlib alone is half a second of processor time, and nanogpt a quarter of a small run.
-import matplotlib.pyplot  # noqa: F401
-import numpy.ctypeslib  # noqa: F401
 import psutil
 import torch
-import torch._dynamo
-import torch.distributed.tensor.parallel
-import torch.profiler._cupti_monitor
-import torch.utils.flop_counter
 
 import grader.beside.measure  # noqa: F401 (the guard remembers what is there: probes use it)
 from grader.beside.tampering import Guard
@@ -34,13 +27,28 @@ from grader.ranks.large_pages import LargePages
 from grader.ranks.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl, supervise
 from nanogpt.turns import take_whole_turns
 
-with contextlib.suppress(Exception):  # somebody edits it: who imports it will hear what is wrong
-    import nanogpt.data
-    import nanogpt.parallel  # noqa: F401
+WARM_UP = (
+    "matplotlib.pyplot",
+    "numpy.ctypeslib",
+    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.flop_counter",
+    "nanogpt.data",
+    "nanogpt.parallel",
+)
+"""What torch, or the first cell of a notebook, would else import in every rank.
+
+Matplotlib alone is half a second of processor time, and nanogpt a quarter of a small run. Nothing here is
+needed: some of it is torch's private affair, which comes and goes with its versions.
+"""
 
 
 def main() -> None:
     """Serve runs until the judge closes its end."""
+    for module in WARM_UP:
+        with contextlib.suppress(Exception):  # not there, or being edited: who needs it will hear why
+            importlib.import_module(module)
     gc.freeze()  # a rank that collects its garbage must not copy every page that holds an object of ours
     gc.enable()
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -12,9 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from grader.beside.measure import storage_bytes
+from grader.beside.measure import storage_bytes, tensors_in
 from grader.beside.recorder import Recorder, Window
 from grader.ranks.recording import Recording, revive
 from infra.memory_table.ways import ONE_RANK, Way, train_config
@@ -162,11 +161,10 @@ class _Run:
         alive, watching = self.recording.alive_at, self.watching
         optimizer = self.trainer.optimizer
         optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps one
-        state = (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
         return Measured(
             weights=_bytes(self.trainer.module.parameters()),
             gradients=alive["update begins"] - alive["accumulate begins"] - watching.loss,
-            optimizer=_bytes(leaf for leaf in state if leaf.dim() > 0),
+            optimizer=_bytes(tensor for tensor in tensors_in(optimizer.state) if tensor.dim() > 0),
             activations=alive["forward ended"] - alive["forward begins"] + watching.given - watching.loss,
             wire=_sent(self.recording),
             tokens_per_second=self.tokens_per_step / statistics.median(self.seconds[WARM_UP:]),

@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import AdamW
-from torch.utils._pytree import tree_leaves
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, exercise, storage_bytes, tensors_in
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, bytes_of, draw, settle, weights
 from .training import KINDS, PASSES, expected_weights, require_weights, train
@@ -122,9 +121,8 @@ def measure(rank: Any, seed: int, steps: list[Tensor]) -> dict:
         settle()
         recording.mark("gradients there")
         state = optimizer.state_dict()
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return {"recording": recording, "state": sum(sizes.values())}
+    state_bytes = storage_bytes(tensor for tensor in tensors_in(state) if tensor.dim() > 0)
+    return {"recording": recording, "state": state_bytes}
 
 
 def observe_memory(trial: Trial) -> SimpleNamespace:

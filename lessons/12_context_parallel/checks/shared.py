@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from grader.checks import Event, Recording, Trial
+from grader.checks import Event, Recording, Trial, tensors_in
 
 BACKWARD = "backward begins"
 SIZES = (2, 1, 4, 3)
@@ -71,8 +70,8 @@ class Watch(TorchDispatchMode):
             if self.at_first_product and "product" not in self.order:
                 self.at_first_product()
             self.order.append("product")
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not self.long and is_long(tensor, self.length, self.dims):
+        for tensor in tensors_in(result):
+            if not self.long and is_long(tensor, self.length, self.dims):
                 self.long = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
         return result
 
