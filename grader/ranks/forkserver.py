@@ -30,7 +30,6 @@ from nanogpt.turns import take_whole_turns
 WARM_UP = (
     "matplotlib.pyplot",
     "numpy.ctypeslib",
-    "torch._dynamo",
     "torch.distributed.tensor.parallel",
     "torch.profiler._cupti_monitor",
     "torch.utils.flop_counter",
@@ -49,6 +48,7 @@ def main() -> None:
     for module in WARM_UP:
         with contextlib.suppress(Exception):  # not there, or being edited: who needs it will hear why
             importlib.import_module(module)
+    torch.compiler.reset()  # torch's compiler puts its own torch.manual_seed in place when it is first needed
     gc.freeze()  # a rank that collects its garbage must not copy every page that holds an object of ours
     gc.enable()
     control = socket.socket(fileno=int(sys.argv[1]))
