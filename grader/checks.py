@@ -1,6 +1,6 @@
 """All that a lesson's checks import: to declare, to try, to compare, to explain, and to measure on a rank."""
 
-from grader.beside.measure import storage_bytes, tensors_in
+from grader.beside.measure import kept_for_backward, storage_bytes, tensors_in
 from grader.judging.aids import (
     BACKWARD,
     backward,
@@ -45,6 +45,7 @@ __all__ = [
     "exercise",
     "explain_answers",
     "is_close",
+    "kept_for_backward",
     "parts",
     "require_refusal",
     "require_whole_numbers",

@@ -1,4 +1,4 @@
-"""What a rank holds: bytes of weights, gradients and optimizer state, by distinct storages."""
+"""What a rank holds: bytes of weights, gradients, optimizer state and activations, by distinct storages."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,3 +37,29 @@ def gradient_bytes(module: nn.Module) -> int:
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state, scalars such as step counts left out."""
     return storage_bytes(tensor for tensor in tensors_in(optimizer.state) if tensor.dim() > 0)
+
+
+def kept_for_backward(model: nn.Module, *inputs: Tensor) -> list[tuple[str, int]]:
+    """The distinct storages that autograd keeps in `model(*inputs)`: which module keeps it first, and bytes.
+
+    A module is told by its name, "" for the model itself. Parameters and buffers are left out.
+    """
+    running = [""]
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, tuple[str, int]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept.setdefault(storage.data_ptr(), (running[-1], storage.nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _graph = model(*inputs)  # what it keeps has to stay until all is counted
+    for handle in handles:
+        handle.remove()
+    return list(kept.values())

@@ -1,0 +1,74 @@
+"""Checks of `forward_flops`."""
+
+from functools import partial
+
+from grader.checks import Answers, Trial, check, exercise, require_whole_numbers
+from nanogpt.model import GPTConfig
+
+from .models import batch_for, core_flops, draw, draw_family, flops, measured, parameters, total_help
+
+exercise(
+    "forward_flops",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "A product of (m, k) with (k, n) takes 2·m·k·n FLOPs. List the products of one block.",
+        "Every linear layer sees all b·s tokens. The two products inside attention are s by s for each head.",
+        "Does the number of heads matter? A head is d = h/a wide, and there are a of them.",
+    ),
+)
+
+
+def count_forward(trial: Trial) -> Answers:
+    calls = [batch_for(trial, config) for config in draw_family(trial)]
+    calls += [(GPTConfig(vocab_size=50257, bias=False), 1, 1024), (draw(trial), trial.integer(2, 5), 1)]
+    return Answers(trial, "forward_flops", calls, flops)
+
+
+def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    if key == "head":
+        return head_slips(c, b, s)
+    right, core, tokens = flops(c, b, s), core_flops(c, b, s), b * s
+    attention, total = right["attention"], right["total"]
+    return {
+        "the core is missing: q times k, and probabilities times v, s by s for each head": attention - core,
+        (
+            "half of the s by s core is missing: the causal half, which the mask hides and the products "
+            "compute, or one of the two products, q times k and probabilities times v"
+        ): attention - core // 2,
+        "a head is h/a wide: here each has the full width": attention + (c.n_head - 1) * core,
+        "the embedding look-up copies rows, it multiplies nothing": total
+        + 2 * tokens * c.vocab_size * c.n_embd,
+        "the head is missing": total - right["head"],
+        "2·P a token is an estimate: norms multiply nothing, the core has no parameters": (
+            2 * tokens * parameters(c)["total"]
+        ),
+    }
+
+
+def head_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    tied = "tied means no parameters of its own; the product with the table is still done: 2·b·s·h·v"
+    last = "with targets all s positions go through the head, not the last alone"
+    return {tied: 0, last: flops(c, b, s)["head"] // s}
+
+
+@check("forward_flops")
+def flops_are_whole_numbers_by_part(trial: Trial) -> None:
+    """The answer has attention, mlp, head and total, each a whole number."""
+    require_whole_numbers(trial, trial.once(count_forward), ("attention", "mlp", "head", "total"))
+
+
+@check("forward_flops")
+def parts_are_what_the_counter_counts(trial: Trial) -> None:
+    """Attention, MLP and head have the FLOPs that torch's FlopCounterMode counts in their modules."""
+    for part in ("attention", "mlp", "head"):
+        help = "Count 2·m·k·n for every product of (m, k) with (k, n)."
+        measured(trial, trial.once(count_forward), part, slips=partial(forward_slips, part), help=help)
+
+
+@check("forward_flops")
+def total_is_what_the_counter_counts(trial: Trial) -> None:
+    """The total is what FlopCounterMode counts in a forward pass with plain attention."""
+    answers = trial.once(count_forward)
+    help = total_help(answers, ("attention", "mlp", "head"))
+    measured(trial, answers, "total", slips=partial(forward_slips, "total"), help=help)

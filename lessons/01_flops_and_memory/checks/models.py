@@ -1,0 +1,177 @@
+"""What is true, measured on real models; and the models and batches that the judge asks about."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from grader.checks import Answers, Trial, compare_answers, kept_for_backward, whole
+from nanogpt.model import GPT, GPTConfig
+
+Where = Callable[..., bool]
+PARTS = ("embedding", "attention", "mlp", "norm", "head")
+
+
+# --- what is true ---
+
+
+class Recomputed(nn.Module):
+    """A module whose forward runs again in backward, all of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return checkpoint(self.module, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+@lru_cache
+def parameters(config: GPTConfig) -> dict[str, int]:
+    """The elements of a real model's parameters, by part."""
+    with torch.device("meta"):
+        model = GPT(config)
+    counts = dict.fromkeys((*PARTS, "total"), 0)
+    for name, parameter in model.named_parameters():
+        counts[part_of(name)] += parameter.numel()
+        counts["total"] += parameter.numel()
+    return counts
+
+
+def part_of(name: str) -> str:
+    """The part that a module or parameter of this name belongs to."""
+    pieces = name.split(".")
+    for part, names in (("attention", {"attn"}), ("mlp", {"mlp"}), ("norm", {"ln_1", "ln_2", "ln_f"})):
+        if names.intersection(pieces):
+            return part
+    return "embedding" if {"wte", "wpe", "drop"}.intersection(pieces) else "head"
+
+
+@lru_cache
+def flops(
+    config: GPTConfig, batch_size: int, sequence_length: int, recompute: str | None = None
+) -> dict[str, int]:
+    """What FlopCounterMode counts: a forward by part, or with `recompute` forward and backward in all."""
+    with torch.device("cpu" if config.n_embd < 100 else "meta"):  # large models are counted without numbers
+        model, tokens = GPT(config), torch.zeros(batch_size, sequence_length, dtype=torch.long)
+    blocks = model.transformer.h
+    for i, block in enumerate(blocks):
+        if recompute == "attention":
+            block.attn.core = Recomputed(block.attn.core)
+        elif recompute == "full":
+            blocks[i] = Recomputed(block)
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(False):
+        loss = model(tokens, tokens)[1]
+        if recompute is not None:
+            loss.backward()
+            return {"total": counter.get_total_flops()}
+    by_module = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    counts = {part: 0 for part in ("attention", "mlp", "head")}
+    for i in range(config.n_layer):
+        counts["attention"] += by_module[f"GPT.transformer.h.{i}.attn"]
+        counts["mlp"] += by_module[f"GPT.transformer.h.{i}.mlp"]
+    return counts | {"head": by_module["GPT.lm_head"], "total": counter.get_total_flops()}
+
+
+@lru_cache
+def saved_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -> dict[str, int]:
+    """Distinct storages that autograd keeps, by the part whose module keeps them first."""
+    tokens, targets = torch.randint(config.vocab_size, (2, batch_size, sequence_length)).unbind()
+    sizes = dict.fromkeys((*PARTS, "total"), 0)
+    for name, size in kept_for_backward(GPT(config).train(), tokens.clone(), targets.clone()):
+        sizes[part_of(name)] += size
+        sizes["total"] += size
+    return sizes
+
+
+def core_flops(config: GPTConfig, batch_size: int, sequence_length: int) -> int:
+    """One forward of the attention core in every layer: what recomputing it adds to a training step."""
+    with_core = flops(config, batch_size, sequence_length, "attention")
+    return with_core["total"] - flops(config, batch_size, sequence_length, "none")["total"]
+
+
+def utilization(config: GPTConfig, tokens_per_second: float, peak: float, sequence_length: int) -> float:
+    """The FLOPs that are counted in a forward and backward, a second, over the peak."""
+    counted = flops(config, 1, sequence_length, "none")["total"]
+    return tokens_per_second / sequence_length * counted / peak
+
+
+# --- what is asked ---
+
+
+def draw(trial: Trial, **fixed: Any) -> GPTConfig:
+    """A small model of odd sizes."""
+    heads = fixed.get("n_head", trial.integer(2, 5))
+    sizes = {
+        "block_size": trial.integer(11, 40),
+        "vocab_size": trial.integer(13, 97),
+        "n_layer": trial.integer(2, 4),
+        "n_head": heads,
+        "n_embd": heads * trial.integer(3, 13),
+        "bias": trial.choice([True, False]),
+    }
+    return GPTConfig(**(sizes | fixed))
+
+
+def draw_family(trial: Trial, **fixed: Any) -> list[GPTConfig]:
+    """Models of which neighbours differ in one thing alone, and the first one again at the end."""
+    config = draw(trial, n_head=2, n_embd=12 * trial.integer(1, 4), **fixed)
+    family = [config]
+    for change in (
+        {"block_size": config.block_size + trial.integer(1, 9)},
+        {"vocab_size": config.vocab_size + trial.integer(1, 9)},
+        {"n_layer": 1},
+        {"n_head": trial.choice([3, 4, 6])},
+        {"n_embd": config.n_embd + 12 * trial.integer(1, 3)},
+        {"bias": not config.bias},
+    ):
+        family.append(replace(family[-1], **change))
+    return [*family, draw(trial, **fixed), config]
+
+
+def batch_for(trial: Trial, config: GPTConfig) -> tuple[GPTConfig, int, int]:
+    """A model and a batch for it: sequences of block_size tokens, or shorter ones."""
+    return (
+        config,
+        trial.integer(2, 5),
+        trial.choice([config.block_size, trial.integer(3, config.block_size - 1)]),
+    )
+
+
+def alter(config: GPTConfig, *rest: Any, **changes: Any) -> tuple:
+    """The arguments of a call with one of them changed; sequence_length=0 is the model's block_size."""
+    batch = dict(zip(("batch_size", "sequence_length"), rest, strict=False))
+    batch |= {name: value or config.block_size for name, value in changes.items() if name in batch}
+    sizes = {name: value for name, value in changes.items() if hasattr(config, name)}
+    return replace(config, **sizes), *batch.values(), *rest[2:]
+
+
+ALTERATIONS = {
+    "it is right for a model of one layer: there are n_layer blocks": partial(alter, n_layer=1),
+    "it is right for a model without biases: here config.bias is True": partial(alter, bias=False),
+    "it is right for a model with biases: here config.bias is False": partial(alter, bias=True),
+    "it is right for dropout=0: with dropout, other tensors are kept": partial(alter, dropout=0.0),
+    "it is right for dropout > 0: without it, other tensors are kept": partial(alter, dropout=0.5),
+    "it is right for a batch of one sequence: multiply by batch_size": partial(alter, batch_size=1),
+    "it is right for sequences of block_size: these are shorter": partial(alter, sequence_length=0),
+}
+measured = partial(compare_answers, alterations=ALTERATIONS)
+
+
+def total_help(answers: Answers, parts: Iterable[str]) -> str:
+    """What to do about a wrong total: nothing, where it is the sum of parts that are wrong themselves."""
+    parts = list(parts)
+    sums = [
+        [whole(given.get(key)) for key in ("total", *parts)] if isinstance(given, dict) else [None]
+        for given in answers.given
+    ]
+    if all(None not in values and values[0] == sum(values[1:]) for values in sums):
+        return "It is the sum of your parts: it follows from the part above."
+    return f"The total is {' + '.join(parts)}."

@@ -1,0 +1,135 @@
+"""Checks of `utilization_report`, the program to repair."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from grader.checks import Trial, check, exercise
+from nanogpt.model import GPT, GPTConfig
+
+from .models import draw, flops, parameters, utilization
+
+exercise(
+    "utilization_report",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "Hold each number against something you know: the parameter count, 2**30, the datasheet's footnote.",
+        "state_dict() lists a tied tensor under each of its names; parameters() lists it once.",
+        "Recomputing keeps the machine busy: whose utilization goes up by that, hardware's or model's?",
+    ),
+)
+
+
+def report(rank: Any, calls: list[list[Any]]) -> list[Any]:
+    """The probe: the learner's report on models without storage."""
+    reports = []
+    for config, *arguments in calls:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**config))
+        names = list(model.state_dict())
+        reports.append(rank.submission.utilization_report(model, *arguments))
+        if list(model.state_dict()) != names:
+            reports[-1] = "a report of a model that it has changed"
+    return reports
+
+
+CARDS = (("none", 1), ("full", 1), ("none", 2), ("full", 2))
+"""The four reports on each run: what is recomputed, and the datasheet's figure over the dense peak."""
+
+
+def read_reports(trial: Trial) -> list[tuple]:
+    runs, calls = [], []
+    for _ in range(3):
+        heads, block_size = trial.integer(4, 8), 64 * trial.integer(8, 30)
+        vocab_size = 64 * trial.integer(99, 400)
+        sizes = {"block_size": block_size, "n_layer": 2, "n_head": heads, "n_embd": 96 * heads}
+        config = draw(trial, vocab_size=vocab_size, **sizes)
+        length, peak = trial.integer(block_size // 2, block_size), trial.choice([1e14, 149.7e12])
+        runs.append((config, float(trial.integer(10**2, 10**5)), length, peak))
+        for word, factor in CARDS:
+            datasheet = {"flops_per_second": factor * peak, "with_sparsity": factor == 2}
+            calls.append([asdict(config), *runs[-1][1:3], datasheet, word])
+    given = trial.run(report, calls)[0]
+    return [(run, card, given[4 * i + j]) for i, run in enumerate(runs) for j, card in enumerate(CARDS)]
+
+
+def compare_report(
+    trial: Trial,
+    key: str,
+    truth: Callable[..., float],
+    help: str | Callable[[str, int], str],
+    cards: Iterable[tuple[str, int]] = CARDS,
+) -> None:
+    """What the reports say under `key` is true, for some of the four cards; `help` can depend on the card."""
+    tolerance = 0.01 if key.endswith("utilization") else 1e-6
+    for run, (word, factor), given in trial.once(read_reports):
+        if (word, factor) not in cards:
+            continue
+        value = given.get(key) if isinstance(given, dict) else given
+        right = truth(*run, word)
+        message = (
+            f"{key} is {value!r}, and should be {right:.6g}: {run[0]!r}, {run[1]} tokens/s, length {run[2]}, "
+            f"recompute={word!r}, a card of {factor * run[3]:.4g} FLOP/s{' with sparsity' * (factor == 2)}"
+        )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        told = help(word, factor) if callable(help) else help
+        trial.require(is_number and math.isclose(value, right, rel_tol=tolerance), message, help=told)
+
+
+@check("utilization_report")
+def parameters_are_counted_once(trial: Trial) -> None:
+    """parameters counts the tied table once."""
+    help = "The token table is lm_head's weight too, and state_dict() lists it under both names."
+    compare_report(trial, "parameters", lambda c, *_: parameters(c)["total"], help)
+
+
+@check("utilization_report")
+def memory_is_in_gib(trial: Trial) -> None:
+    """model_state_gib is 16 bytes a parameter, in units of 2**30 bytes."""
+    help = "1 GB is 10**9 bytes, 1 GiB is 2**30, which is 7 % more. (And each parameter counts once.)"
+    compare_report(trial, "model_state_gib", lambda c, *_: 16 * parameters(c)["total"] / 2**30, help)
+
+
+@check("utilization_report")
+def recomputation_is_hardware_work_alone(trial: Trial) -> None:
+    """With recompute="full" the hardware's utilization rises by the blocks' forward, the model's does not."""
+    compare_report(trial, "model_flops_utilization", of_the_model, model_help, CARDS[:2])
+    compare_report(trial, "hardware_flops_utilization", of_the_hardware, hardware_help, CARDS[:2])
+
+
+@check("utilization_report")
+def peak_is_dense(trial: Trial) -> None:
+    """A figure with sparsity is twice what dense matrices can reach: utilization is of the dense peak."""
+    compare_report(trial, "model_flops_utilization", of_the_model, model_help, CARDS[2:3])
+    compare_report(trial, "hardware_flops_utilization", of_the_hardware, hardware_help, CARDS[2:])
+
+
+PLAIN = "Nothing is recomputed and the printed peak is dense here: compare a token's FLOPs, and the peak."
+SPARSE = (
+    "with_sparsity: half of the printed products are with zeros that are left out. Halve the peak. "
+    "(If a dense card's report is wrong above, mend that first.)"
+)
+
+
+def model_help(recompute: str, factor: int) -> str:
+    if recompute == "full":
+        return "What runs a second time brings the training no further: it counts for the hardware alone."
+    return SPARSE if factor == 2 else PLAIN
+
+
+def hardware_help(recompute: str, factor: int) -> str:
+    if recompute == "full":  # the report without recomputation comes first, and is right then
+        return "The hardware ran the blocks' forward once more, and not the head's."
+    return SPARSE if factor == 2 else PLAIN
+
+
+def of_the_model(c: GPTConfig, rate: float, length: int, peak: float, _: str) -> float:
+    return utilization(c, rate, peak, length)
+
+
+def of_the_hardware(c: GPTConfig, rate: float, length: int, peak: float, recompute: str) -> float:
+    return rate / length * flops(c, 1, length, recompute)["total"] / peak

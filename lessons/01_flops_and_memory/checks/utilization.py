@@ -1,0 +1,64 @@
+"""Checks of `model_flops_utilization`."""
+
+from grader.checks import Answers, Trial, check, compare_answers, exercise
+from nanogpt.model import GPTConfig
+
+from .models import Where, draw, flops, parameters, utilization
+
+exercise(
+    "model_flops_utilization",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "FLOPs a second that brought the training on, over FLOPs a second that the machine could do.",
+        "training_flops of one sequence, over its tokens, is what one token costs.",
+    ),
+)
+
+
+def utilize(trial: Trial) -> Answers:
+    calls = []
+    for _ in range(4):
+        heads, block_size = trial.integer(4, 12), 64 * trial.integer(8, 40)
+        config = draw(
+            trial, n_head=heads, n_embd=96 * heads, block_size=block_size, n_layer=2, vocab_size=997
+        )
+        peak = trial.choice([312e12, 149.7e12, 989.5e12, 3.1e11])
+        for length in (block_size, block_size // trial.integer(3, 5)):
+            calls.append((config, float(trial.integer(10**2, 10**6)), peak, length))
+    return Answers(trial, "model_flops_utilization", calls, utilization)
+
+
+def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[str, float]:
+    right, every = utilization(c, rate, peak, s), parameters(c)["total"]
+    forward, full = flops(c, 1, s)["total"] / s, flops(c, 1, s, "full")["total"] / s
+    matrices = every - c.block_size * c.n_embd
+    return {
+        "in percent: a fraction of 1 is asked for": 100 * right,
+        "upside down: achieved over peak": 1 / right,
+        "peak_flops_per_second is an argument: this is a fraction of an A100's 312e12": right * peak / 312e12,
+        "only the forward is counted: backward takes twice as much again": rate / peak * forward,
+        "what is computed a second time to save memory does not count": rate / peak * full,
+        "6·N alone leaves out attention's core: 12·L·h·s a token": rate / peak * 6 * matrices,
+        "6·P leaves out the core, and counts positions, which multiply nothing": rate / peak * 6 * every,
+        "sequence_length is the length here, not config.block_size": utilization(c, rate, peak, c.block_size),
+        "these are the FLOPs of a sequence for every token: divide by sequence_length": s * right,
+    }
+
+
+@check("model_flops_utilization")
+def counted_flops_over_peak(trial: Trial) -> None:
+    """FLOPs that forward and backward take, over the peak, within 1 % (PaLM's formula passes)."""
+    compare_fraction(trial, lambda c, rate, peak, s: s == c.block_size)
+
+
+@check("model_flops_utilization")
+def shorter_sequences_cost_less(trial: Trial) -> None:
+    """The same for sequences shorter than block_size: the core's share shrinks with the sequence."""
+    compare_fraction(trial, lambda c, rate, peak, s: s < c.block_size)
+
+
+def compare_fraction(trial: Trial, where: Where) -> None:
+    help = "FLOPs of a token's forward and backward, times tokens a second, over the peak."
+    answers = trial.once(utilize)
+    compare_answers(trial, answers, slips=utilization_slips, help=help, where=where, tolerance=0.01)
