@@ -242,8 +242,9 @@ class Flat:
     """Parameters laid end to end and cut into n equal pieces, of which this rank keeps one.
 
     At rest, the modules have `shards`: what of each parameter lies in this rank's piece (perhaps nothing).
-    Gathered, they have `wholes`, which are views into one buffer. To free them is to shrink the buffer's
-    storage to nothing: autograd may have kept them for backward, and finds them filled again by then.
+    Gathered, they have `wholes`: the parameters that they were given, with all hooks that stand on them, as
+    views into one buffer. To free them is to shrink the buffer's storage to nothing: autograd may have kept
+    them for backward, and finds them filled again by then.
     """
 
     def __init__(self, places: dict[nn.Parameter, list[Place]], group: ProcessGroup) -> None:
@@ -256,13 +257,12 @@ class Flat:
         self.piece_size = flat.numel() // group.size()
         first, last = group.rank() * self.piece_size, (group.rank() + 1) * self.piece_size
         self.shards: list[nn.Parameter] = []
-        self.wholes: list[Tensor] = []
+        self.wholes = list(places)
         start = 0
-        for parameter in places:
+        for parameter in self.wholes:
             end = start + parameter.numel()
             # Through .data, autograd does not take a gathering for a change of what it kept.
-            whole = flat.data[start:end].view(parameter.shape)
-            self.wholes.append(whole.requires_grad_(parameter.requires_grad))
+            parameter.data = flat[start:end].view(parameter.shape)
             shard = flat[max(start, first) : min(end, last)].clone()  # may be empty
             self.shards.append(nn.Parameter(shard, parameter.requires_grad))
             start = end
@@ -331,8 +331,10 @@ class FullySharded(nn.Module):
     optimizer. A block is gathered before its forward and before its backward, and freed after each. What
     lies outside the blocks is gathered for the whole pass, and nothing is left of it after one under no_grad.
     After `loss.backward()` the mean gradients stand in the shards' `.grad`. Frozen weights neither move nor
-    decay, so a flat shard must not mix them with trained ones. Source: arXiv:1910.02054, section 5.3;
-    arXiv:2304.11277, section 3.
+    decay, so a flat shard must not mix them with trained ones. A hook that stands on a parameter of the GPT
+    goes on working: it gets the whole gradient of this rank, and what it returns is averaged.
+
+    Source: arXiv:1910.02054, section 5.3; arXiv:2304.11277, section 3.
     """
 
     def __init__(self, module: GPT, group: ProcessGroup) -> None:

@@ -86,6 +86,47 @@ def test_sharded_steps_are_dense_steps(checkpointing: Checkpointing, micro_batch
         assert result["names"]
 
 
+def gradients_with_hooks() -> dict:
+    """Two parameters have hooks: by weight, the largest difference to a dense model's step."""
+    group = dist.group.WORLD
+    times = 2.0 + group.rank()
+
+    def scale(parameter: nn.Parameter) -> None:
+        parameter.grad *= times
+
+    def hooked(model: GPT) -> list[torch.utils.hooks.RemovableHandle]:
+        table, norm = model.transformer.wte.weight, model.transformer.h[1].ln_1.weight
+        table.register_hook(lambda gradient: times * gradient)
+        norm.register_post_accumulate_grad_hook(scale)
+        return [table.register_hook(lambda gradient: 0.0 * gradient)]
+
+    torch.manual_seed(0)
+    dense = GPT(CONFIG).double()
+    sharded = GPT(CONFIG).double()
+    sharded.load_state_dict(dense.state_dict())
+    handles = hooked(dense) + hooked(sharded)
+    module = fsdp.FullySharded(sharded, group)
+    for handle in handles:
+        handle.remove()  # also after the wrapping
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (module, dense)]
+    torch.manual_seed(group.rank())
+    idx, targets = torch.randint(23, (2, 4, 8))
+    for each in (module, dense):
+        each(idx, targets)[1].backward()
+    for parameter in dense.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= group.size()
+    for optimizer in optimizers:
+        optimizer.step()
+    whole = module.full_state_dict()
+    return {name: (whole[name] - w).abs().max().item() for name, w in dense.state_dict().items()}
+
+
+def test_hooks_on_parameters_survive_sharding() -> None:
+    for differences in run_ranks(gradients_with_hooks, ranks=2):
+        assert max(differences.values()) < 1e-12, differences
+
+
 class OneShard(nn.Module):
     """A learner's FullySharded, whose shards have names of their own."""
 

@@ -123,6 +123,8 @@ class Whole:
             leaf = p.detach().clone().requires_grad_(p.requires_grad)
             self.entries.append((shard, leaf, leaf.shape, places))
             if p.requires_grad:
+                for hook in (p._backward_hooks or {}).values():
+                    leaf.register_hook(hook)
                 leaf.register_post_accumulate_grad_hook(self.arrived)
             for module, name in places:
                 setattr(module, name, shard)

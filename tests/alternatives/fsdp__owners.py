@@ -122,7 +122,10 @@ def join(shard, shape, group):
     return torch.cat(parts)[: shape.numel()].view(shape)
 
 
-def mean_of_shard(gradient, group):
+def mean_of_shard(gradient, group, hooks=()):
+    for hook in hooks:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
     rows = cut(gradient, group)
     mean = torch.empty_like(rows[0])
     dist.reduce_scatter(mean, list(rows), group=group)
@@ -131,28 +134,28 @@ def mean_of_shard(gradient, group):
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shard, shape, group):
-        ctx.group = group
+    def forward(ctx, shard, shape, hooks, group):
+        ctx.hooks, ctx.group = hooks, group
         return join(shard, shape, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        return mean_of_shard(gradient, ctx.group), None, None
+        return mean_of_shard(gradient, ctx.group, ctx.hooks), None, None, None
 
 
 class Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, block, names, shapes, group, *shards):
+    def forward(ctx, x, block, names, shapes, hooks, group, *shards):
         ctx.save_for_backward(x, *shards)
-        ctx.rest = block, names, shapes, group, torch.get_rng_state()
+        ctx.rest = block, names, shapes, hooks, group, torch.get_rng_state()
         whole = {n: join(s, shape, group) for n, s, shape in zip(names, shards, shapes, strict=True)}
         return functional_call(block, whole, (x,))
 
     @staticmethod
     def backward(ctx, gradient):
         x, *shards = ctx.saved_tensors
-        block, names, shapes, group, state = ctx.rest
-        needed = ctx.needs_input_grad[5:]
+        block, names, shapes, hooks, group, state = ctx.rest
+        needed = ctx.needs_input_grad[6:]
         now = torch.get_rng_state()
         with torch.enable_grad():
             x = x.detach().requires_grad_(ctx.needs_input_grad[0])
@@ -165,10 +168,10 @@ class Block(torch.autograd.Function):
         torch.set_rng_state(now)
         torch.autograd.backward(y, gradient)
         means = [
-            mean_of_shard(w.grad, group) if need else None
-            for w, need in zip(whole.values(), needed, strict=True)
+            mean_of_shard(w.grad, group, on) if need else None
+            for w, need, on in zip(whole.values(), needed, hooks, strict=True)
         ]
-        return (x.grad, None, None, None, None, *means)
+        return (x.grad, None, None, None, None, None, *means)
 
 
 class ComputedAgain(nn.Module):
@@ -177,6 +180,7 @@ class ComputedAgain(nn.Module):
         self.hidden, self.group = [block], group
         self.names = [n for n, _ in block.named_parameters()]
         self.shapes = [p.shape for p in block.parameters()]
+        self.hooks = [hooks_of(p) for p in block.parameters()]
         self.shards = nn.ParameterList([shard_of(p, group) for p in block.parameters()])
 
     def train(self, mode=True):
@@ -184,7 +188,11 @@ class ComputedAgain(nn.Module):
         return super().train(mode)
 
     def forward(self, x):
-        return Block.apply(x, self.hidden[0], self.names, self.shapes, self.group, *self.shards)
+        return Block.apply(x, self.hidden[0], self.names, self.shapes, self.hooks, self.group, *self.shards)
+
+
+def hooks_of(p):
+    return list((p._backward_hooks or {}).values())
 
 
 def shard_of(p, group):
@@ -202,14 +210,15 @@ class FullySharded(nn.Module):
         module.transformer.h = nn.ModuleList()
         self.outside = [n for n, _ in module.named_parameters()]
         self.shapes = [p.shape for p in module.parameters()]
+        self.hooks = [hooks_of(p) for p in module.parameters()]
         self.shards = nn.ParameterList([shard_of(p, group) for p in module.parameters()])
         self.hidden = [module]
         module.transformer.h = self.blocks
 
     def forward(self, idx, targets=None):
         whole = {
-            n: Gather.apply(s, shape, self.group)
-            for n, s, shape in zip(self.outside, self.shards, self.shapes, strict=True)
+            n: Gather.apply(s, shape, hooks, self.group)
+            for n, s, shape, hooks in zip(self.outside, self.shards, self.shapes, self.hooks, strict=True)
         }
         model = self.hidden[0]
         model.train(self.training)

@@ -42,7 +42,17 @@ class FullySharded(nn.Module):
         super().__init__()
         for p in module.parameters():
             dist.broadcast(p.detach(), group=group, group_src=0)
+        self.hooks = {n: list((p._backward_hooks or {}).values()) for n, p in module.named_parameters()}
         self.gpt = fully_shard_gpt(module, DeviceMesh.from_group(group, module.lm_head.weight.device.type))
+        for unit in (*module.transformer.h, module):
+            unit.register_forward_pre_hook(self.bring_hooks)
+
+    def bring_hooks(self, module, args):
+        """PyTorch has just put whole parameters into the module; they are the same ones in every step."""
+        for name, p in self.gpt.named_parameters():
+            if p.requires_grad and not hasattr(p, "to_local"):
+                for hook in self.hooks.pop(name, []):
+                    p.register_hook(hook)
 
     def forward(self, idx, targets=None):
         return self.gpt(idx, targets)
