@@ -249,6 +249,8 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> N
 
 def _separate_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device) -> None:
     """Masks that differ between ranks, however they are seeded, and follow the seed of the group's rank 0."""
+    if dropout.p == 0.0:
+        return
     seed = torch.randint(2**62, (1,)).to(device)
     dist.broadcast(seed, group_src=0, group=group)
     dropout.generator = torch.Generator(device).manual_seed(int(seed) + group.rank())

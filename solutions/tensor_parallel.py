@@ -258,6 +258,8 @@ def share_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device | 
     everyone receives. Two dropouts that are shared one after the other get different seeds.
     """
     # answer
+    if dropout.p == 0.0:
+        return dropout  # drops nothing: nothing to agree on
     seed = torch.randint(2**62, (1,)).to(device)
     dist.broadcast(seed, group_src=0, group=group)
     dropout.generator = torch.Generator(device).manual_seed(int(seed))
@@ -368,16 +370,19 @@ def vocab_parallel_cross_entropy(logits_shard: Tensor, targets: Tensor, group: P
     rows = torch.arange(len(own), device=own.device)
     picked = shifted[rows, own.masked_fill(elsewhere, 0)]  # gather would keep all of shifted for backward
     target_logit = reduce_from_group(picked.masked_fill(elsewhere, 0.0), group)  # (N,)
-    return (sum_exp.log() - target_logit)[targets != -1].mean()
+    losses = (sum_exp.log() - target_logit).masked_fill(targets == -1, 0.0)  # (N,)
+    return losses.sum() / (targets != -1).sum()
     # end of answer
 
 
 # answer
 def _loss(group: ProcessGroup, vocab_size: int, logits: Tensor, targets: Tensor) -> Tensor:
     """GPT.loss for this rank's part of the logits, (b, s, rows): padding is no word."""
-    first = group.rank() * logits.size(-1)
-    padding = torch.arange(first, first + logits.size(-1), device=logits.device) >= vocab_size
-    logits = logits.masked_fill(padding, float("-inf")) if padding.any() else logits
+    rows = logits.size(-1)
+    words = min(max(vocab_size - group.rank() * rows, 0), rows)  # of this rank's rows; the others pad
+    if words < rows:
+        padding = torch.arange(rows, device=logits.device) >= words
+        logits = logits.masked_fill(padding, float("-inf"))
     return vocab_parallel_cross_entropy(logits.flatten(0, -2), targets.flatten(), group)
 
 
