@@ -80,7 +80,8 @@ def checkpoint(
     Gradients are those of `function(*inputs)`: of the inputs that need one, and of everything that the
     function reaches by itself, such as a module's weights, also where no input needs a gradient. The
     second call sees the random numbers and the autocast of the first, and leaves the random state as
-    it finds it.
+    it finds it. After backward nothing of that call is left. Made by hand: `torch.utils.checkpoint` is
+    not used.
 
     Args:
         function: returns one tensor, and computes the same from the same inputs.
@@ -156,8 +157,11 @@ def checkpoint_modules(modules: list[nn.Module], function: Callable[..., Tensor]
 def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
     """Have groups of `every` blocks keep their input alone; backward computes a group again as a whole.
 
-    Changes and returns the given model, whose Parameter objects stay the same ones. Where the number
-    of blocks does not divide by `every`, one group is shorter. Source: arXiv:1604.06174, section 4.
+    Where the number of blocks does not divide by `every`, one group is shorter. Loss and gradients are
+    those of the model as it was. Changes and returns the given model, whose Parameter objects stay the
+    same ones.
+
+    Source: Chen et al. 2016, arXiv:1604.06174, section 4.
     """
     # answer
     blocks: list[Block] = list(model.transformer.h)
@@ -191,8 +195,11 @@ def recompute_attention(model: GPT) -> GPT:
     """Have backward compute every attention core again, and nothing else: selective recomputation.
 
     The core is scores, softmax, dropout and the product with the values. It keeps queries, keys and
-    values; the projections around it stay as they are. Changes and returns the given model, whose
-    Parameter objects stay the same ones. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+    values, and no copies of them; the projections around it stay as they are. Loss and gradients are
+    those of the model as it was, in training mode and in evaluation mode. Changes and returns the given
+    model, whose Parameter objects stay the same ones.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
     """
     # answer
     for block in model.transformer.h:
@@ -205,8 +212,9 @@ def recompute_attention(model: GPT) -> GPT:
 def watched_forward(blocks: nn.ModuleList, x: Tensor, sizes: Tensor) -> Tensor:
     """x (b, s, h) through all blocks, each of which is computed again in backward.
 
-    `sizes` (L,) is a running mean for the dashboard, changed in place: a forward moves `sizes[i]` a tenth
-    of the way to the mean of |input of block i|, once; backward leaves it alone.
+    `sizes` (L,) is a running mean for the dashboard, changed in place. A forward, with gradients or
+    without, moves `sizes[i]` once, a tenth of the way to the mean of |input of block i|. Backward leaves
+    it alone. It never requires a gradient.
     """
     # answer
     for i, block in enumerate(blocks):

@@ -72,7 +72,19 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
         recording.mark("after the forward")
         loss.backward()
     result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
-    return result | {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
+    result |= {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
+    return result | {"evaluation": evaluation(changed.eval(), before, idx, targets)}
+
+
+def evaluation(model: GPT, parameters: dict[str, nn.Parameter], idx: Tensor, targets: Tensor) -> dict:
+    """A pass in evaluation mode, and whether another one is the same."""
+    for parameter in parameters.values():
+        parameter.grad = None
+    logits, loss = model(idx, targets)
+    loss.backward()
+    with torch.no_grad():
+        same = torch.equal(model(idx, targets)[0], logits)
+    return {"logits": logits.detach().clone(), "gradients": gradients(parameters), "same twice": same}
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -151,6 +163,27 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
         )
         help = "The second run must leave the random state as it finds it."
         trial.close(f"a random number drawn after {kind}", mine["drawn"], plain["drawn"], help=help)
+
+
+@check("recompute_attention")
+def evaluation_is_as_without(trial: Trial) -> None:
+    """In evaluation mode, logits and gradients are those of the model as it was: nothing is dropped."""
+    for kind, (mine, plain) in ready(trial).runs.items():
+        given, expected = mine["evaluation"], plain["evaluation"]
+        help = (
+            "Look at core.training each time the core is called: model.eval() may come after this function."
+        )
+        trial.require(
+            given["same twice"],
+            f"{kind}: two passes in evaluation mode have other logits",
+            help=help,
+            cause="dropout drops in evaluation mode too",
+        )
+        what = f"the logits of {kind}, in evaluation mode,"
+        trial.close(what, given["logits"], expected["logits"], help=help)
+        wanted = expected["gradients"]
+        names = {name: f"the gradient of {name}, {kind}, in evaluation mode," for name in wanted}
+        close_by_name(trial, names, given["gradients"], wanted, {}, help)
 
 
 @check("recompute_attention")

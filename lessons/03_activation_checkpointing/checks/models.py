@@ -17,17 +17,23 @@ STATE_BYTES = 12_000
 """What one checkpoint may keep besides tensors of the model: random states, of about 5,000 bytes each."""
 
 
+Given = tuple[list[int], float]
+"""The shape and the sum of an input."""
+
+
 class Layers(nn.Module):
     """Two linear layers, wide in between, with dropout. Writes down every call."""
 
-    def __init__(self, width: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, dropout: float = 0.0, inside: int = 0, out: int = 0) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        inside, out = inside or 4 * width, out or width
+        self.up, self.down = nn.Linear(width, inside), nn.Linear(inside, out)
         self.dropout = nn.Dropout(dropout)
         self.calls: list[dict[str, Any]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(describe_call(x.device.type))
+        given = list(x.shape), x.detach().double().sum().item()
+        self.calls.append({**describe_call(x.device.type), "given": given})
         return self.down(self.dropout(nn.functional.gelu(self.up(x))))
 
 

@@ -1,0 +1,138 @@
+"""Checks of `checkpoint`: inputs of all kinds, and those of which none needs a gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import Trial, check
+
+from .models import Layers, build, checkpoint_of, gradients
+
+
+class Table(nn.Module):
+    """Functions of inputs that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(11, 6)
+        self.layers = Layers(6)
+
+    def of_tokens(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.rows(tokens))
+
+    def of_no_tensor(self, nothing: None, factor: int) -> Tensor:
+        return self.layers(self.rows.weight) * factor
+
+
+WITHOUT = {
+    "of a tensor that needs no gradient": lambda table, x, tokens: (table.layers, x),
+    "of tokens": lambda table, x, tokens: (table.of_tokens, tokens),
+    "of None and a number": lambda table, x, tokens: (table.of_no_tensor, None, 3),
+}
+
+
+def without_gradient(rank: Any, how: str, seed: int, x: Tensor, tokens: Tensor) -> dict:
+    """By case, a checkpoint of which no input needs a gradient."""
+    seen = {}
+    for case, call in WITHOUT.items():
+        table = build(Table, seed, rank.device)
+        y = checkpoint_of(rank, how)(*call(table, x, tokens))
+        seen[case] = {"connected": y.requires_grad, "output": y.detach().clone(), "gradients": {}}
+        if not y.requires_grad:
+            break  # the check ends here
+        y.square().sum().backward()
+        seen[case]["gradients"] = gradients(table)
+    return seen
+
+
+@check("checkpoint")
+def weights_learn_where_no_input_needs_a_gradient(trial: Trial) -> None:
+    """Weights used inside get their gradients also when no input needs one, or none is a tensor."""
+    inputs = trial.normal(5, 6), trial.tokens(11, 5)
+    seed, seeds = trial.seed(), [trial.seed()]
+    all_mine, all_plain = (
+        trial.run(without_gradient, how, seed, *inputs, seeds=seeds)[0] for how in ("mine", "plain")
+    )
+    for case, mine in all_mine.items():
+        plain = all_plain[case]
+        trial.require(
+            mine["connected"],
+            f"a checkpoint {case}: its output does not require a gradient, so the weights inside never learn",
+            help="autograd calls the backward of a Function only if an input of apply() needs a gradient: "
+            "hand it a tensor of your own besides, such as torch.empty(0, requires_grad=True). (The first "
+            "block of a model whose embedding is frozen is such a place.)",
+        )
+        trial.close(f"the output of a checkpoint {case}", mine["output"], plain["output"])
+        for name, expected in plain["gradients"].items():
+            if expected is not None:
+                trial.close(
+                    f"the gradient of {name}, a weight inside a checkpoint {case},",
+                    mine["gradients"][name],
+                    expected,
+                    help="torch.autograd.backward reaches all weights that the second call used; "
+                    "torch.autograd.grad reaches what it is asked for.",
+                )
+
+
+class Mixed(nn.Module):
+    """A function of inputs of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7))
+        self.seen: list[list[str]] = []
+
+    def forward(self, *inputs: Any) -> Tensor:
+        self.seen.append([type(each).__name__ for each in inputs])
+        x, power, nothing, word, rows, fixed, z, mask, options, same = inputs
+        x = x[rows].tanh() ** power * self.weight + fixed
+        if word == "double" and nothing is None and options["shift"]:
+            x = 2 * x + options["shift"][0]
+        return torch.where(mask, x, z) * same.mean()
+
+
+def all_kinds(rank: Any, how: str, seed: int, tensors: dict[str, Tensor]) -> dict:
+    """A checkpoint of numbers, words, None, tensors of all dtypes, and the same tensor twice."""
+    module = build(Mixed, seed, rank.device)
+    a, z, fixed = tensors["x"].requires_grad_(), tensors["z"].requires_grad_(), tensors["fixed"]
+    other = a.detach().clone().requires_grad_()  # to tell what each of the two places passes back
+    x, same = a * 1.5, (other if how == "plain" else a) * 1.5
+    inputs = (x, 2, None, "double", tensors["rows"], fixed, z, tensors["mask"], {"shift": [0.5]}, same)
+    if how != "plain":
+        inputs = (*inputs[:-1], x)
+    y = checkpoint_of(rank, how)(module, *inputs)
+    y.backward(tensors["upstream"])
+    gradient = {"x": a.grad, "z": z.grad, "the weight": module.weight.grad, "a tensor without": fixed.grad}
+    gradient["the last input"] = other.grad
+    return {"output": y.detach().clone(), "gradients": gradient, "seen": module.seen}
+
+
+@check("checkpoint")
+def inputs_are_of_any_kind(trial: Trial) -> None:
+    """Inputs may be numbers, words, None, a dictionary, and tensors of which some need no gradient."""
+    rows = trial.integer(4, 9)
+    tensors = {
+        "x": trial.normal(6, 7),
+        "z": trial.normal(rows, 7),
+        "fixed": trial.normal(rows, 7),
+        "rows": trial.tokens(6, rows),
+        "mask": trial.normal(rows, 7) > 0,
+        "upstream": trial.normal(rows, 7),
+    }
+    seed, seeds = trial.seed(), [trial.seed()]
+    mine, plain = (trial.run(all_kinds, how, seed, tensors, seeds=seeds)[0] for how in ("mine", "plain"))
+    trial.close("the output", mine["output"], plain["output"])
+    for call in mine["seen"]:
+        expected = ["Tensor" if name == "Parameter" else name for name in plain["seen"][0]]
+        help = "Hand the function what you were handed, in the same places, in both calls."
+        trial.equal("the kinds of inputs that the function is called with", call, expected, help=help)
+    trial.require(
+        mine["gradients"]["a tensor without"] is None, "a tensor that needs no gradient has one afterwards"
+    )
+    first, last = (plain["gradients"][name] for name in ("x", "the last input"))
+    places = {"that of its first place alone": first, "that of its last place alone": last}
+    help = "x comes in twice: what both places pass back adds up. Return a gradient for every input."
+    trial.close("the gradient of x", mine["gradients"]["x"], first + last, alternatives=places, help=help)
+    for name in ("z", "the weight"):
+        trial.close(f"the gradient of {name}", mine["gradients"][name], plain["gradients"][name], help=help)

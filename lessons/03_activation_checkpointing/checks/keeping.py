@@ -1,0 +1,96 @@
+"""Checks of `checkpoint`: what exists between forward and backward, and after both."""
+
+import gc
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check
+
+from .models import STATE_BYTES, Layers, build, checkpoint_of
+
+NUM_CALLS = 3
+SLACK = NUM_CALLS * STATE_BYTES
+
+
+def keep(rank: Any, how: str, seed: int, inside: int, out: int, xs: list[Tensor]) -> dict:
+    """Checkpoints of inputs that the probe holds. Of the outputs nobody needs more than the sum."""
+    layers = build(lambda: Layers(xs[0].size(-1), 0.3, inside, out), seed, rank.device)
+    checkpoint = checkpoint_of(rank, how)
+    xs = [x.requires_grad_() for x in xs]
+    if (first := checkpoint(layers, xs[0][:1]).sum()).requires_grad:
+        first.backward()  # what is made once, and gradients of weights, are there from now on
+    with rank.record(memory=True) as recording:
+        tracemalloc.start()
+        total = torch.stack([checkpoint(layers, x).sum() for x in xs]).sum()
+        outside_torch = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        recording.mark("after the forward")
+        if total.requires_grad:
+            total.backward()
+        del total
+        gc.collect()
+        recording.mark("after backward")
+    return {"recording": recording, "outside torch": outside_torch}
+
+
+def observe_kept(trial: Trial) -> SimpleNamespace:
+    rows, width = trial.integer(260, 300), trial.integer(60, 70)
+    inside, out = 8 * width, 2 * width - trial.integer(8, 12)
+    arguments = trial.seed(), inside, out, [trial.normal(rows, width) for _ in range(NUM_CALLS)]
+    seeds = [trial.seed()]
+    mine, plain = (trial.run(keep, how, *arguments, seeds=seeds)[0] for how in ("mine", "plain"))
+    sizes = {name: NUM_CALLS * 4 * rows * n for name, n in (("in", width), ("inside", inside), ("out", out))}
+    return SimpleNamespace(mine=mine, plain=plain, sizes=sizes)
+
+
+@check("checkpoint")
+def nothing_but_the_inputs_is_kept(trial: Trial) -> None:
+    """After the forward a checkpoint keeps its inputs: no copies, not its output, nothing in between."""
+    seen = trial.once(observe_kept)
+    alive, without = (run["recording"].alive("after the forward") for run in (seen.mine, seen.plain))
+    trial.require(
+        alive <= SLACK,
+        f"after {NUM_CALLS} checkpoints {alive:,} bytes are alive besides their inputs, which are "
+        f"{seen.sizes['in']:,}; without checkpointing it would be {without:,}",
+        help="Every storage counts that still exists, whoever holds it: the graph, a list, an attribute. "
+        "Hold the inputs themselves and nothing else.",
+        cause=why_kept(alive, without, seen.sizes),
+    )
+    hidden, usual = (run["outside torch"] for run in (seen.mine, seen.plain))
+    trial.require(
+        hidden <= usual + SLACK,
+        f"after {NUM_CALLS} checkpoints {hidden:,} bytes are alive outside of tensors; without checkpointing "
+        f"it would be {usual:,}",
+        help="What lies in NumPy arrays, lists of numbers or bytes is kept as well.",
+    )
+
+
+def why_kept(alive: int, without: int, sizes: dict[str, int]) -> str:
+    """What so many bytes are."""
+    known = {
+        "that is a copy of every input: keep the inputs themselves": sizes["in"],
+        "that is the output of every call: backward does not need it": sizes["out"],
+        "that is a copy of every input, and every output": sizes["in"] + sizes["out"],
+        "that is one tensor of the wide layer in each call: who holds it?": sizes["inside"],
+        "that is two tensors of the wide layer in each call: who holds them?": 2 * sizes["inside"],
+        "nothing is saved: all is there that autograd keeps without checkpointing": without,
+    }
+    return next((cause for cause, size in known.items() if 0 <= alive - size <= SLACK), "")
+
+
+@check("checkpoint")
+def nothing_of_the_second_call_is_left(trial: Trial) -> None:
+    """After backward nothing is left of what the second call computed."""
+    seen = trial.once(observe_kept)
+    alive, without = (run["recording"].alive("after backward") for run in (seen.mine, seen.plain))
+    trial.require(
+        alive <= without + SLACK,
+        f"after backward {alive:,} bytes are alive; without checkpointing it would be the {without:,} "
+        "of the inputs' gradients",
+        help="What the second call made goes when backward has used it: hold it where the graph does, and "
+        "not in a list that stays.",
+    )
