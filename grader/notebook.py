@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from grader.beside.loading import LENT
 from grader.ranks.by_value import by_value
 from grader.ranks.launcher import ROOT, Code, Limits, shared_launcher
+from nanogpt.cores import keep_to_quota
+
+keep_to_quota()  # the kernel's torch, too: it has taken a thread a core that it sees
 
 if TYPE_CHECKING:
     from grader.judging.course import Lesson

@@ -9,6 +9,7 @@ import torch
 import tyro
 
 from nanogpt import checkpoint, runs
+from nanogpt.cores import keep_to_quota
 from nanogpt.gpt2 import load_gpt2
 from nanogpt.model import GPT
 from nanogpt.tokenizer import END_OF_TEXT, load_encoding
@@ -74,6 +75,7 @@ def sample(model: GPT, encoding_name: str, config: SampleConfig) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
+    keep_to_quota()
     try:
         config = tyro.cli(SampleConfig, args=arguments, prog="python -m nanogpt.sample")
         if config.weights is not None:

@@ -23,6 +23,7 @@ import tyro
 
 from nanogpt import runs, tokenizer
 from nanogpt.config import TrainConfig, require_same_run
+from nanogpt.cores import keep_to_quota
 from nanogpt.data import Tokens, load_tokens
 from nanogpt.implementation import load_implementation, require
 from nanogpt.loop import Place, Techniques, Trainer
@@ -35,6 +36,7 @@ _SAID = "rank 0 has said what is wrong"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    keep_to_quota()
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = next(dist.rendezvous("env://"))[0] if num_ranks > 1 or "RANK" in os.environ else None
     try:

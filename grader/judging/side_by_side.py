@@ -4,7 +4,6 @@ Ranks wait for each other for much of a run, which leaves cores idle. What a che
 side uses torch's global state, and is little: only one computes at a time, and lets go while its ranks run.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from grader.ranks.launcher import CannotGradeError, Launcher
+from nanogpt.cores import usable_cores
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -25,8 +25,7 @@ def sensible_jobs(device: str) -> int:
     """How many exercises to grade at a time: one more than cores, four at most; on GPUs one."""
     if device != "cpu":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores + 1, MOST_JOBS)
+    return min(usable_cores() + 1, MOST_JOBS)
 
 
 def side_by_side(
