@@ -1,30 +1,36 @@
 # Every target sets up what it needs on first use; the next time that takes a tenth of a second.
 # How, and which Python is used: infra/environment.py.
+#
+# make ends with 2, whatever the status of what it ran. So `make grade` ends with 0 also where an exercise did
+# not pass, which the last lines say, and with 2 where it could not grade. Programs that want to know call `grade`.
 
 PYTHON ?= python3
 JOBS ?= 3
 ARGS ?=
-ENVIRONMENT = python=$$($(PYTHON) infra/environment.py)
+ENVIRONMENT = python=$$($(PYTHON) -m infra.environment)
 
-.PHONY: help lab grade test lessons bench
+.PHONY: help lab grade test floor lessons bench
 
 help:
 	@echo "make lab       open the course in JupyterLab      ARGS='--no-browser' on a remote machine"
 	@echo "make grade     grade your work                    ARGS='PATH' for one notebook or .py file"
 	@echo "make test      prove the course                   ARGS='-k name', JOBS=3"
+	@echo "make floor     grade the solutions on the oldest torch that the course allows, and on Colab's versions"
 	@echo "make lessons   build the notebooks                LESSON=08, FORCE=1"
 	@echo "make bench     measure speed                      BENCH=tests/bench/NAME.py"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with"
 
-lab: # Jupyter refuses to run as root, which is who you are on most pods
-	@$(ENVIRONMENT) && "$$python" -m jupyterlab --LabApp.default_url=/lab/tree/lessons \
-		$(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+lab:
+	@$(ENVIRONMENT) && "$$python" -m infra.lab $(ARGS)
 
 grade:
-	@$(ENVIRONMENT) && "$$python" -m grader $(ARGS)
+	@$(ENVIRONMENT) && { "$$python" -m grader $(ARGS) || { status=$$?; test $$status -eq 1 || exit $$status; }; }
 
 test: # each worker takes the next test when it has ended one; tests wait a good deal, so three fill two cores
 	@$(ENVIRONMENT) && "$$python" -m pytest -n $(JOBS) --dist load --maxschedchunk 1 $(ARGS)
+
+floor: # in an environment of its own
+	@$(PYTHON) -m infra.floor $(ARGS)
 
 lessons:
 	@$(ENVIRONMENT) && "$$python" -m infra.lessons $(LESSON) $(if $(FORCE),--force)

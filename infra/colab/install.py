@@ -4,23 +4,23 @@ import importlib.metadata
 import subprocess
 import sys
 
-from infra import environment
+from infra import packages
 
-COLABS_OWN = {"torch", "jupyterlab", "ipykernel"}
+COLABS_OWN = {"torch", "ipykernel"}
 """Colab runs on its own versions of these; to replace them breaks the session."""
 
 
 def install() -> None:
     """Install what pyproject.toml lists and Colab lacks. Raises RuntimeError if torch is too old."""
     version = importlib.metadata.version("torch")
-    if minimum := environment.older_than(version):
+    if minimum := packages.older_than(version):
         raise RuntimeError(
             f"this Colab has torch {version}; the course needs {minimum} or newer: choose the latest version "
             "under Runtime > Change runtime type > Runtime version"
         )
     print(f"Setting up the course beside Colab's torch {version}: about a minute, once a session", flush=True)
-    _pip(*environment.requirements(without=COLABS_OWN, extras=False))
-    _pip("--no-deps", "-e", str(environment.ROOT))
+    _pip(*packages.tested(packages.requirements(without=COLABS_OWN, extras=False)))
+    _pip("--no-deps", "-e", str(packages.ROOT))
 
 
 def _pip(*arguments: str) -> None:

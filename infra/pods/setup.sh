@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 for tool in git make python3; do
     command -v "$tool" >/dev/null || { echo "this image has no $tool: apt install git make python3-venv" >&2; exit 1; }
 done
-python=$(python3 infra/environment.py)
+python=$(python3 -m infra.environment)
 "$python" - <<'PYTHON'
 import shutil
 

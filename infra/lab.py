@@ -1,0 +1,40 @@
+"""Opens the course in JupyterLab: `make lab`. Arguments go on to JupyterLab."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from jupyter_core import paths
+
+FOLDERS = {
+    "JUPYTER_CONFIG_DIR": paths.jupyter_config_dir,
+    "JUPYTER_DATA_DIR": paths.jupyter_data_dir,
+    "JUPYTER_RUNTIME_DIR": paths.jupyter_runtime_dir,
+    "IPYTHONDIR": lambda: os.environ.get("IPYTHONDIR", str(Path.home() / ".ipython")),
+    "MPLCONFIGDIR": lambda: os.environ.get("MPLCONFIGDIR", str(Path.home() / ".config" / "matplotlib")),
+}
+"""Where Jupyter and what runs in it keep their own things, and how each finds the place."""
+
+
+def main() -> None:
+    """Become JupyterLab."""
+    if stuck := [name for name, folder in FOLDERS.items() if not can_write(Path(folder()))]:
+        instead = Path(tempfile.mkdtemp(prefix="scale-by-hand-jupyter-"))
+        print(f"{Path.home()} can not be written: Jupyter keeps its settings in {instead}", file=sys.stderr)
+        os.environ.update({name: str(instead / name.lower()) for name in stuck})
+    command = [sys.executable, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/lessons"]
+    if os.getuid() == 0:  # Jupyter refuses to run as root, which is who you are on most pods
+        command.append("--allow-root")
+    os.execv(sys.executable, [*command, *sys.argv[1:]])
+
+
+def can_write(folder: Path) -> bool:
+    """Whether a folder can be made, or is there and can be written."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+if __name__ == "__main__":
+    main()
