@@ -23,7 +23,7 @@ from grader.judging.judge import Settings, grade_task, tasks
 from grader.judging.side_by_side import sensible_jobs, side_by_side
 from grader.judging.submission import Submission, read_submission
 from grader.judging.verdicts import ExerciseReport, Verdict
-from grader.ranks import isolation
+from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import ROOT, CannotGradeError, Limits
 from grader.report import print_exercise, print_table, summary, write_json
 
@@ -169,10 +169,7 @@ def _grade(
     except ValueError as error:
         click.echo(f"grade: {error}", err=True)
         return COULD_NOT
-    wished = isolate == "on" or (isolate == "auto" and settings.device == "cpu" and not isolation.why_not())
-    isolated = wished and not all(submission.trusted for submission, _ in work)
-    hidden = [ROOT / "solutions", ROOT / "tests", ROOT / ".git"]
-    visible = sorted({submission.path.parent.resolve() for submission, _ in work})
+    isolation = _isolation(isolate, settings.device, [submission for submission, _ in work])
     todo = [
         task
         for submission, lesson in work
@@ -183,7 +180,7 @@ def _grade(
     grade_one = partial(grade_task, settings=settings)
     try:
         with console.status(f"grading {len(todo)} exercises") as status:
-            for report in side_by_side(grade_one, todo, jobs, isolated, hidden, visible):
+            for report in side_by_side(grade_one, todo, jobs, isolation):
                 reports.append(report)
                 status.update(f"{len(reports)} of {len(todo)} exercises graded")
                 if not whole_course:
@@ -193,12 +190,20 @@ def _grade(
         return COULD_NOT
     if whole_course:
         print_table(console, reports)
-    console.print(summary(reports, isolated), highlight=False)
+    console.print(summary(reports, isolation), highlight=False)
     if json_file is not None:
-        write_json(json_file, reports, isolated, {"ranks": list(settings.ranks), "device": settings.device})
+        write_json(json_file, reports, isolation, {"ranks": list(settings.ranks), "device": settings.device})
     if any(report.verdict == Verdict.GRADER_ERROR for report in reports):
         return COULD_NOT
     return PASSED if reports and all(report.verdict == Verdict.PASSED for report in reports) else FAILED
+
+
+def _isolation(wish: str, device: str, submissions: list[Submission]) -> Isolation:
+    visible = tuple(sorted({submission.path.parent.resolve() for submission in submissions}))
+    reference = bool(submissions) and all(submission.trusted for submission in submissions)
+    if wish == "auto" and device != "cpu":
+        return Isolation("auto", why_open="on a GPU it has to be asked for, by --isolation on")
+    return Isolation(wish, visible, reference)
 
 
 def _work(path: str | None, only: tuple[str, ...]) -> list[tuple[Submission, Lesson]]:

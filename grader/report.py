@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grader.judging.verdicts import CheckReport, ExerciseReport, Verdict
+from grader.ranks.isolation import Isolation
 
 MARKS = {
     Verdict.PASSED: ("✓", "green"),
@@ -93,21 +94,23 @@ def print_table(console: Console, reports: Iterable[ExerciseReport]) -> None:
     console.print(table)
 
 
-def summary(reports: Sequence[ExerciseReport], isolated: bool) -> str:
-    """The last line: how many passed, and what the score is worth."""
+def summary(reports: Sequence[ExerciseReport], isolation: Isolation) -> str:
+    """The last line: how many passed, what the score is worth, and why it is worth no more."""
     passed = sum(report.verdict == Verdict.PASSED for report in reports)
-    worth = "isolated run" if isolated else "formative: the ranks were not isolated"
+    why = f": {isolation.why_open}" if isolation.why_open else ""
+    worth = "isolated run" if isolation.closed else f"formative: the ranks were not isolated{why}"
     return f"{passed} of {len(reports)} exercises passed ({worth})"
 
 
 def write_json(
-    path: Path, reports: Sequence[ExerciseReport], isolated: bool, settings: dict[str, Any]
+    path: Path, reports: Sequence[ExerciseReport], isolation: Isolation, settings: dict[str, Any]
 ) -> None:
     """Write the report for a machine."""
     data = {
         "format": "scale-by-hand report 1",
-        "isolated": isolated,
-        "score_is": "a grade, if a teacher owns this machine" if isolated else "formative",
+        "isolated": isolation.closed,
+        "not_isolated_because": isolation.why_open,
+        "score_is": "a grade, if a teacher owns this machine" if isolation.closed else "formative",
         "settings": settings,
         "passed": sum(report.verdict == Verdict.PASSED for report in reports),
         "total": len(reports),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from grader.ranks.isolation import why_not
-from grader.ranks.launcher import ROOT, Launcher, shared_launcher
+from grader.ranks.isolation import Isolation, why_not
+from grader.ranks.launcher import Launcher, shared_launcher
 from nanogpt import implementation  # noqa: F401 (before nbformat, which it imports without what is slow)
 
 
@@ -38,6 +38,6 @@ def isolated() -> Iterator[Launcher]:
     """Ranks that are shut in, as `grade` has them where the system allows it."""
     if why_not():
         pytest.skip(f"isolation is not to be had here: {why_not()}")
-    inside = Launcher(True, [ROOT / "solutions", ROOT / "tests", ROOT / ".git"])
+    inside = Launcher(Isolation("on"))
     yield inside
     inside.close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from grader import run_ranks
 from grader.judging.stories import ending
 from grader.judging.verdicts import Verdict
-from grader.ranks.launcher import CannotGradeError, Code, Launcher, Limits, shared_launcher
+from grader.ranks.launcher import Code, Launcher, Limits, shared_launcher
 from tests.attempts import FORWARD, grade, look, twisted
 
 CRASHES = {
@@ -307,9 +307,3 @@ def test_a_group_has_a_time_limit_of_its_own(launcher: Launcher) -> None:
     report = launcher.run(probe, Code(), [()], limits=limits)
     assert ending(report, lambda file, line: "", limits, [0]) is None
     assert report.ranks[0].result < 30 * 60
-
-
-def test_isolation_that_is_not_to_be_had_is_no_grade(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grader.ranks.launcher.why_not", lambda: "not here")
-    with pytest.raises(CannotGradeError, match="isolation is not available: not here"):
-        Launcher(isolate=True).warm_up()

@@ -9,6 +9,7 @@ import pytest
 from grader.cli import _work
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.verdicts import ExerciseReport, Verdict
+from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import Launcher, Limits
 from tests.attempts import BACKWARD, CORRECT, FORWARD, MECHANISM, grade, look, twisted
 
@@ -204,7 +205,7 @@ def test_a_helper_beside_the_file_is_found(
     (tmp_path / "helper.py").write_text(CORRECT)
     (tmp_path / "submission.py").write_text(source)
     ((submission, lesson),) = _work(str(tmp_path / "submission.py"), ("copy_to_group",))
-    inside = Launcher(True, [], [tmp_path])
+    inside = Launcher(Isolation("on", (tmp_path,)))
     try:
         for one in (launcher, inside) if source.startswith("import") else (launcher,):
             settings = Settings(ranks=(2,), limits=Limits(timeout=20))

@@ -16,6 +16,7 @@ from grader.cli import _work
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.verdicts import Verdict
 from grader.ranks import plain
+from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import ROOT, Code, Launcher, Limits
 from grader.report import summary
 from tests.attempts import FORWARD, grade, look, twisted
@@ -250,44 +251,6 @@ def test_files_of_its_own_shadow_nothing(tmp_path: Path, launcher: Launcher) -> 
 # Shut in
 
 
-def test_isolated_ranks_have_no_network_but_loopback(tmp_path: Path, isolated: Launcher) -> None:
-    lines = "import socket; socket.create_connection(('1.1.1.1', 80), timeout=3)"
-    report = look(tmp_path, twisted(lines), isolated)
-    assert report.verdict == Verdict.CRASHED
-    assert "Network is unreachable" in report.message
-    assert report.help == "A submission can not count on the network: there is none where it is graded."
-    assert look(tmp_path, twisted(), isolated).verdict == Verdict.PASSED
-
-
-def look_around(rank, root: str):
-    """On an isolated rank: what can be seen and reached of what it must not see."""
-    hidden = [name for name in ("solutions", "tests", ".git") if os.path.isdir(os.path.join(root, name))]
-    commands, opened = [], []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            commands.append(file.read().decode(errors="replace"))
-    wanted = {f"/proc/{pid}/mem": "rb" for pid in (1, os.getppid())}
-    wanted |= {os.path.join(folder, "written-by-a-rank"): "wb" for folder in (root, os.path.expanduser("~"))}
-    for path, mode in wanted.items():
-        try:
-            with open(path, mode):
-                opened.append(path)
-        except OSError:
-            continue
-    return {
-        "hidden files": [name for folder in hidden for name in os.listdir(os.path.join(root, folder))],
-        "processes of the judge": [command for command in commands if "pytest" in command],
-        "opened": opened,
-    }
-
-
-def test_isolated_ranks_see_nothing_of_the_judge(isolated: Launcher) -> None:
-    """No reference, no history, no process of the judge, no memory of the fork server or supervisor."""
-    report = isolated.run(look_around, Code(trusted=True), [(str(ROOT),)] * 2, limits=LIMITS)
-    assert report.ended == "complete", [rank.error for rank in report.ranks]
-    assert report.ranks[0].result == {"hidden files": [], "processes of the judge": [], "opened": []}
-
-
 def test_a_killed_fork_server_is_replaced_and_leaves_nothing(tmp_path: Path) -> None:
     launcher = Launcher()
     try:
@@ -300,16 +263,6 @@ def test_a_killed_fork_server_is_replaced_and_leaves_nothing(tmp_path: Path) -> 
         assert not first.exists()
     finally:
         launcher.close()
-
-
-def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch, isolated: Launcher) -> None:
-    monkeypatch.setenv("PLATFORM_TOKEN", "s3cret")
-    isolated.close()  # it starts again at the next run, with the environment of then
-
-    def probe(rank):
-        return "PLATFORM_TOKEN" in os.environ
-
-    assert isolated.run(probe, Code(), [()], limits=LIMITS).ranks[0].result is False
 
 
 def hold(rank, own: str, start: str):
@@ -358,5 +311,7 @@ def test_a_killed_grade_leaves_no_process(number: str, tmp_path: Path) -> None:
 
 def test_the_last_line_says_what_a_score_is_worth(tmp_path: Path, launcher: Launcher) -> None:
     report = grade(tmp_path, twisted(), launcher, FORWARD)
-    assert summary([report], False) == "1 of 1 exercises passed (formative: the ranks were not isolated)"
-    assert "isolated run" in summary([report], True)
+    opened = "1 of 1 exercises passed (formative: the ranks were not isolated"
+    assert summary([report], Isolation("off")) == f"{opened})"
+    assert summary([report], Isolation("auto", why_open="it is raining")) == f"{opened}: it is raining)"
+    assert summary([report], Isolation("on")) == "1 of 1 exercises passed (isolated run)"

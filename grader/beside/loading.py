@@ -49,7 +49,8 @@ class Names(SimpleNamespace):
 def load_submission(order: dict[str, Any]) -> Names:
     """The learner's names, from `order["cells"]` (source) or `order["pickled"]` (by value)."""
     _silence_the_grader()
-    _lend(order["lent"])
+    if order["guarded"]:
+        _lend(order["lent"])
     if order["directory"] and order["directory"] not in sys.path:
         sys.path.append(order["directory"])
     if order["pickled"]:
@@ -72,11 +73,20 @@ def load_submission(order: dict[str, Any]) -> Names:
     return Names(vars(module), failures)
 
 
+class _NothingElse:
+    """Finds none of the reference's modules, wherever a copy of them lies: an import path has many ends."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        if name.startswith("solutions."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def _lend(modules: list[list[str]]) -> None:
     """Make modules of the reference importable from their source; the others then can not be found."""
-    if modules:
-        package = sys.modules["solutions"] = types.ModuleType("solutions")
-        package.__path__ = []
+    package = sys.modules["solutions"] = types.ModuleType("solutions")
+    package.__path__ = []
+    sys.meta_path.insert(0, _NothingElse())
     for name, source in modules:
         label = f"{LENT}{name.removeprefix('solutions')}>"
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)

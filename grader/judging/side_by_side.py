@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import CannotGradeError, Launcher
 from nanogpt.cores import usable_cores
 
@@ -29,11 +30,14 @@ def sensible_jobs(device: str) -> int:
 
 
 def side_by_side(
-    work: Callable[[Task, Launcher], Result], tasks: Sequence[Task], jobs: int, *launcher_options: Any
+    work: Callable[[Task, Launcher], Result],
+    tasks: Sequence[Task],
+    jobs: int,
+    isolation: Isolation | None = None,
 ) -> Iterator[Result]:
     """Yield `work(task, launcher)` of every task, in the tasks' order; up to `jobs` of them run at a time."""
     turn = _Turn()
-    launcher = _Neighbour(turn, *launcher_options)
+    launcher = _Neighbour(turn, isolation)
 
     def one(task: Task) -> Result:
         with turn:
@@ -86,10 +90,9 @@ class _Turn:
 class _Neighbour(Launcher):
     """A launcher for several threads, each of which lets the others compute while it waits for its ranks."""
 
-    def __init__(self, turn: _Turn, *options: Any) -> None:
-        super().__init__(*options)
+    def __init__(self, turn: _Turn, isolation: Isolation | None = None) -> None:
+        super().__init__(isolation)
         self._turn = turn
-        self._options = options
 
     def _start(self) -> None:
         """Not any more when the grading was stopped: `close` has come, or is to come, and only once."""
@@ -101,7 +104,7 @@ class _Neighbour(Launcher):
             summary, records = super()._exchange(header, orders)
             self._turn.goes_on()
             if summary["ended"] in ("lost", "fault"):  # by this run, or its neighbour: alone it will show
-                alone = Launcher(*self._options)
+                alone = Launcher(self.isolation)
                 try:
                     summary, records = alone._exchange(header, orders)
                 finally:

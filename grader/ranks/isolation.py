@@ -1,139 +1,185 @@
 """Shuts the ranks in: no network but loopback, no sight of the judge, nothing writable, no reference.
 
-It stands on Linux namespaces through `unshare` and `setpriv` of util-linux, which nearly every system has.
-Run as a script it is the step between: inside the new namespaces, before the fork server.
+It stands on Linux namespaces through `unshare` of util-linux, which nearly every system has. What the ranks
+see is a root of their own with what is named here and nothing else: ranks.box lays it out, from inside.
 
 What holds, and for whom:
 
 - Always. The judge runs, imports and unpickles nothing of a submission; it compares what arrives as data
   with numbers that never were in a rank. The clock and the limits are kept outside the ranks, and what the
   ranks have started ends with their run. Inputs are drawn anew for every grading.
-- Shut in. The kernel keeps the reference, its history, the judge's processes, the network, and every place
-  to write but two fresh folders out of reach.
-- Not shut in. grader.tampering refuses what a person would try: opening, importing or printing the
+- Shut in. The kernel keeps out of reach: the reference, its history, the checks, other people's files and
+  sockets, the judge's processes and variables, the network, and every place to write but two fresh folders.
+  Who grades as root has ranks that are root in name: no capability, no device, no setting of the kernel.
+- Not shut in. grader.beside.tampering refuses what a person would try: opening, importing or printing the
   reference. Code that calls the C library, or a program of its own, gets past it, and can hurt the machine
   as any program of this user can.
 - Never certain. The recorder shares a process with the submission. A submission that takes the grader's own
   frames apart can forge what was recorded, or talk past torch through files that the ranks share. It must
   still compute the right values; calls of torch.distributed that the recorder missed are noticed by their
-  number, and replaced tools by their identity. Whoever grades for a certificate reads the code as well.
+  number, and replaced tools by their identity. A copy of somebody's answer is an answer: nothing here tells
+  who wrote it. Whoever grades for a certificate reads the code as well.
 - On the learner's own machine the learner owns everything, this file too: such a score is formative.
 """
 
-import ctypes
-import fcntl
 import json
 import os
-import re
 import shutil
-import socket
-import struct
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-KEPT_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": 8, "noatime": 1 << 10, "relatime": 1 << 21}
-FRESH_BYTES = 1 << 30
-"""Room in each of the two folders that can be written: /tmp and /dev/shm."""
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
+    *(f"/etc/{name}" for name in ("alternatives", "fonts", "group", "hosts", "localtime", "nsswitch.conf")),
+    *(f"/etc/{name}" for name in ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "passwd", "ssl/certs")),
+    *("/sys/devices/system/cpu", "/sys/devices/system/node"),
+)
+DEVICES = ("null", "zero", "full", "random", "urandom")
+VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "LD_LIBRARY_PATH")
+FAMILIES = ("LC_", "GLOO_", "NCCL_", "CUDA_", "OMP_", "MKL_", "OPENBLAS_")
+"""How variables begin that the libraries read. All others stay outside: a secret has no certain name."""
+_UNSHARE = (
+    *("unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc"),
+    *("--fork", "--kill-child", "--"),
+)
 
 
-def isolated_command(command: list[str], hidden: list[Path], visible: list[Path]) -> list[str]:
+@dataclass
+class Isolation:
+    """Whether the ranks of a grading are shut in, and what they see then; its launchers share it."""
+
+    wish: str = "off"
+    """off; auto: where the machine allows it; on: or not at all."""
+    visible: tuple[Path, ...] = ()
+    """Folders whose files may be imported, such as the submission's."""
+    reference: bool = False
+    """Whether the ranks see the course's own solutions, because these are what they run."""
+    why_open: str = ""
+    """Why "auto" did without, as a sentence; set by the first launcher that could not start shut in."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the next ranks are to be shut in; after a grading, whether all of them were."""
+        return self.wish != "off" and not self.why_open
+
+
+def isolated_command(command: list[str], isolation: Isolation) -> list[str]:
     """The command that runs `command` shut in.
 
-    Args:
-        hidden: folders that must be empty inside.
-        visible: folders that must stay readable, also where they lie below /tmp, which is fresh inside.
+    Raises:
+        OSError: this system has no `unshare`.
     """
-    # Of /tmp itself only Python files are kept: the fresh one takes its place.
-    kept = [one for path in visible for one in (path.glob("*.py") if path == Path("/tmp") else [path])]
+    if shutil.which("unshare") is None:
+        raise OSError("this system has no `unshare` (of util-linux)")
+    shown, links = _through_links(_shown(isolation))
     plan = {
         "command": command,
-        "hidden": [str(path) for path in hidden],
-        "visible": [str(path.resolve()) for path in kept],
+        "directory": str(ROOT),
+        "shown": shown,
+        "links": links,
+        "devices": [*DEVICES, *_gpu_devices()],
+        "hidden": [str(path) for path in _hidden(isolation)],
     }
     return [
         *_UNSHARE,
         sys.executable,
         "-I",
-        str(Path(__file__).resolve()),
+        str(Path(__file__).resolve().with_name("box.py")),
         json.dumps(plan),
     ]
 
 
-_UNSHARE = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--mount",
-    "--net",
-    "--pid",
-    "--ipc",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-    "--",
-)
-
-
 def why_not() -> str:
-    """Why isolation is not to be had on this machine; "" where it is."""
-    missing = [name for name in ("unshare", "setpriv", "mount") if shutil.which(name) is None]
-    if missing:
-        return f"this system has no {' and no '.join(missing)} (util-linux)"
-    trial = subprocess.run(
-        [*_UNSHARE, "mount", "-t", "tmpfs", "none", "/tmp"], capture_output=True, text=True
+    """Why isolation is not to be had on this machine; "" where it is: a small program has run shut in."""
+    try:
+        trial = isolated_command([sys.executable, "-I", "-c", "pass"], Isolation("on"))
+    except OSError as error:
+        return str(error)
+    done = subprocess.run(trial, capture_output=True, text=True)
+    return "" if done.returncode == 0 else last_line(done.stderr)
+
+
+def last_line(text: str) -> str:
+    """The line of a program's complaint that says what it is about: of a traceback, the exception."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it ended without a word"
+
+
+def inner_environment() -> dict[str, str]:
+    """The environment variables that ranks which are shut in are given."""
+    passed = {
+        name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith(FAMILIES)
+    }
+    return {**passed, "HOME": "/tmp"}
+
+
+def _shown(isolation: Isolation) -> Iterator[Path]:
+    """What is there to see, but for what is hidden in it."""
+    yield from (Path(path) for path in SYSTEM)
+    yield from (Path(path) for path in (sys.executable, sys.prefix, sys.base_prefix, sys.base_exec_prefix))
+    torch = find_spec("torch")
+    yield from (Path(folder) for folder in (torch.submodule_search_locations or [] if torch else []))
+    for entry in map(Path, sys.path):
+        if any(entry.glob("*.dist-info")):  # where packages are installed, not where somebody stands
+            yield entry
+    yield from map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)))
+    if _gpu_devices():
+        yield Path("/sys")
+    yield from (
+        ROOT / name for name in ("grader", "nanogpt", *(["solutions"] if isolation.reference else []))
     )
-    return "" if trial.returncode == 0 else f"this system does not allow it ({trial.stderr.strip()})"
+    for folder in isolation.visible:
+        yield from _importable(folder)
 
 
-def enter(plan: dict) -> None:
-    """Inside the namespaces: raise loopback, lay the mounts, drop every capability, become the command."""
-    _raise_loopback()
-    _mount("/", flags=MS_REC | MS_PRIVATE)
-    below = [path for path in plan["visible"] if path.startswith("/tmp/")]
-    kept = [(path, os.open(path, os.O_PATH), os.path.isdir(path)) for path in below]
-    for fresh in ("/tmp", "/dev/shm"):
-        _mount(fresh, "tmpfs", flags=MS_NOSUID | MS_NODEV, options=f"mode=1777,size={FRESH_BYTES}")
-    for path, descriptor, is_folder in kept:
-        os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
-        if not is_folder:
-            Path(path).touch()
-        _mount(path, f"/proc/self/fd/{descriptor}", MS_BIND)
-    for folder in plan["hidden"]:
-        if os.path.isdir(folder):
-            _mount(folder, "tmpfs", flags=MS_NOSUID | MS_NODEV, options="size=4k")
-    _make_read_only()
-    drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"]
-    os.execvp(drop[0], [*drop, *plan["command"]])
+def _importable(folder: Path) -> Iterator[Path]:
+    """A submission's folder; of one that holds much else, such as a home, its Python files alone."""
+    folder = folder.resolve()
+    wide = {Path("/"), Path("/tmp"), Path("/var/tmp"), Path.home().resolve(), *ROOT.parents, ROOT}
+    yield from folder.glob("*.py") if folder in wide else [folder]
 
 
-def _raise_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("16sH14s", b"lo", 0, b"")
-        (_, flags, _) = struct.unpack("16sH14s", fcntl.ioctl(probe, SIOCGIFFLAGS, request))
-        fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sH14s", b"lo", flags | IFF_UP, b""))
+def _hidden(isolation: Isolation) -> Iterator[Path]:
+    """Truth that lies within what is shown: the reference, its copies, the checks, and their history."""
+    yield from (ROOT / name for name in (".git", "build", "tests", "grader/judging"))
+    yield from (lesson / "checks" for lesson in (ROOT / "lessons").glob("*"))
+    if not isolation.reference:
+        yield from (Path(entry) / "solutions" for entry in (ROOT, *filter(None, sys.path)))
+        for folder in isolation.visible:
+            yield from (folder.resolve() / name for name in (".git", "solutions", "build/lib/solutions"))
 
 
-def _make_read_only() -> None:
-    """Remount all but the fresh folders read-only, keeping each mount's other flags (the kernel insists)."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-        if point in ("/tmp", "/dev/shm") or point.startswith(("/proc", "/dev", "/sys")):
-            continue
-        kept = sum(KEPT_FLAGS.get(option, 0) for option in fields[5].split(","))
-        _mount(point, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
+def _gpu_devices() -> list[str]:
+    return sorted(path.name for path in Path("/dev").glob("nvidia*") if path.is_char_device())
 
 
-def _mount(target: str, source: str = "none", flags: int = 0, options: str = "") -> None:
-    """The system call itself: `mount` the program would look up what a descriptor's path is called now."""
-    kind = source if source == "tmpfs" else "none"
-    arguments = (source.encode(), target.encode(), kind.encode(), flags, options.encode())
-    if ctypes.CDLL(None, use_errno=True).mount(*arguments) != 0:
-        sys.exit(f"the mount on {target} failed: {os.strerror(ctypes.get_errno())}")
+def _through_links(paths: Iterable[Path]) -> tuple[list[str], dict[str, str]]:
+    """The real places of paths, none inside another, and the links that lead there: link → target."""
+    links: dict[str, str] = {}
+    real = set()
+    for path in paths:
+        if os.path.exists(path):
+            real.add(str(path.resolve()))
+            links |= _links_on(path)
+    shown = [path for path in sorted(real) if not any(str(above) in real for above in Path(path).parents)]
+    return shown, links
 
 
-if __name__ == "__main__":
-    enter(json.loads(sys.argv[1]))
+def _links_on(path: Path) -> dict[str, str]:
+    """Every symbolic link on the way to an existing path, also those that links lead to."""
+    found: dict[str, str] = {}
+    waiting = [path.absolute()]
+    while waiting:
+        here = Path("/")
+        for part in waiting.pop().parts[1:]:
+            here = Path(os.path.normpath(here / part))
+            if str(here) not in found and here.is_symlink():
+                target = os.readlink(here)
+                found[str(here)] = target
+                waiting.append(here.parent.resolve() / target)
+    return found

@@ -13,20 +13,17 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from grader.ranks import plain
 from grader.ranks.by_value import by_value
 from grader.ranks.frames import receive_frame, send_frame
-from grader.ranks.isolation import isolated_command, why_not
+from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
 from grader.ranks.leftovers import MARK, kill_marked
 from grader.ranks.recording import Event, revive
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BYTES = 32
+START_SECONDS = 120
 FORK_SERVER = "import gc; gc.disable(); from grader.ranks.forkserver import main; main()"
 """Imports make much and free little: collecting garbage meanwhile takes most of a second."""
 
@@ -93,22 +90,18 @@ class Launcher:
     """Starts ranks. Keep one for many runs: the fork server stays warm.
 
     Args:
-        isolate: shut the ranks in (see ranks.isolation); raises CannotGradeError where that is impossible.
-        hidden: folders that are empty inside.
-        visible: folders, such as the submission's, that stay readable inside.
+        isolation: whether to shut the ranks in. Where that is impossible, "on" raises CannotGradeError at the
+            first run, and "auto" writes down why and does without.
     """
 
-    def __init__(
-        self, isolate: bool = False, hidden: Sequence[Path] = (), visible: Sequence[Path] = ()
-    ) -> None:
-        self.isolate = isolate
-        self._hidden = hidden
-        self._visible = visible
+    def __init__(self, isolation: Isolation | None = None) -> None:
+        self.isolation = isolation or Isolation()
         self._lock = threading.Lock()
         self._server: subprocess.Popen | None = None
         self._control: socket.socket | None = None
         self._mark = secrets.token_hex(8)
         self._directory = ""
+        self._shut_in = False
         self._preloaded: list[tuple[str, int]] = []
 
     def run(
@@ -200,44 +193,52 @@ class Launcher:
             socket.send_fds(self._control, [b"x"], [end.fileno()])
 
     def _start(self) -> None:
-        reason = why_not() if self.isolate else ""
-        if reason:
-            raise CannotGradeError(f"isolation is not available: {reason}")
-        ours, theirs = socket.socketpair()
+        if self.isolation.closed:
+            try:
+                return self._start_server(shut_in=True)
+            except (CannotGradeError, OSError) as error:
+                if self.isolation.wish == "on":
+                    raise CannotGradeError(f"isolation is not available: {error}") from None
+                self.isolation.why_open = str(error)
+        self._start_server(shut_in=False)
+
+    def _start_server(self, shut_in: bool) -> None:
         preloaded = _preloaded()
-        command = [sys.executable, "-P", "-c", FORK_SERVER, str(theirs.fileno())]
-        if self.isolate:
-            python = [Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent]
-            command = isolated_command(command, list(self._hidden), [ROOT, *python, *self._visible])
-        environment = {
-            **{name: value for name, value in os.environ.items() if not (self.isolate and _is_secret(name))},
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "MPLBACKEND": "Agg",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            MARK: self._mark,
-        }
-        self._server = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=environment,
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as unless_it_serves:
+            unless_it_serves.enter_context(ours)
+            with theirs:
+                server = self._server_process(theirs.fileno(), shut_in)
+            ready, _, _ = select.select([ours], [], [], START_SECONDS)
+            answer = ours.recv(4096) if ready else b""
+            if not answer.startswith(b"ready "):
+                server.kill()
+                message = server.communicate()[1].decode(errors="replace")
+                why = last_line(message) if ready else f"it gave no answer for {START_SECONDS} seconds"
+                raise CannotGradeError(f"the rank server did not start: {why}")
+            unless_it_serves.pop_all()
+        self._server, self._control, self._preloaded, self._shut_in = server, ours, preloaded, shut_in
+        self._directory = "" if shut_in else answer[6:].decode()
+
+    def _server_process(self, control: int, shut_in: bool) -> subprocess.Popen:
+        command = [sys.executable, "-P", "-c", FORK_SERVER, str(control)]
+        return subprocess.Popen(
+            isolated_command(command, self.isolation) if shut_in else command,
+            pass_fds=[control],
+            env={
+                **(inner_environment() if shut_in else os.environ),
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "MPLBACKEND": "Agg",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                MARK: self._mark,
+            },
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        theirs.close()
-        ready, _, _ = select.select([ours], [], [], 120)
-        answer = ours.recv(4096) if ready else b""
-        if not answer.startswith(b"ready "):
-            ours.close()
-            self._server.kill()
-            message = self._server.stderr.read().decode(errors="replace") if self._server.stderr else ""
-            raise CannotGradeError(f"the rank server did not start: {message.strip() or 'no answer'}")
-        self._control = ours
-        self._preloaded = preloaded
-        self._directory = "" if self.isolate else answer[6:].decode()
 
     def warm_up(self) -> None:
         """Start the fork server now."""
@@ -259,7 +260,7 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
-            if not self.isolate:
+            if not self._shut_in:
                 kill_marked(self._mark)
                 shutil.rmtree(self._directory, ignore_errors=True)
             if self._server.stderr:
@@ -276,10 +277,6 @@ def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[d
 def _preloaded() -> list[tuple[str, int]]:
     """The course's files that the fork server imports for all ranks, as they are now."""
     return [(path.name, path.stat().st_mtime_ns) for path in sorted((ROOT / "nanogpt").glob("*.py"))]
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY"))
 
 
 def _read_rank(state: dict[str, Any], record: bytes, token: bytes) -> RankReport:

@@ -1,0 +1,177 @@
+"""Ranks that are shut in: what they can not see, reach or write; and machines that do not allow it."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from grader.judging.verdicts import Verdict
+from grader.ranks.isolation import Isolation, isolated_command
+from grader.ranks.launcher import ROOT, CannotGradeError, Code, Launcher, Limits
+from tests.attempts import look, twisted
+
+LIMITS = Limits(timeout=20)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not import tests
+
+
+def ask(launcher: Launcher, probe, *arguments, code: Code | None = None):
+    """What `probe` finds on an isolated rank."""
+    report = launcher.run(probe, code or Code(trusted=True), [arguments], limits=LIMITS)
+    assert report.ended == "complete", [rank.error for rank in report.ranks]
+    return report.ranks[0].result
+
+
+def test_there_is_no_network_but_loopback(tmp_path: Path, isolated: Launcher) -> None:
+    lines = "import socket; socket.create_connection(('1.1.1.1', 80), 3)"
+    report = look(tmp_path, twisted(lines), isolated)
+    assert report.verdict == Verdict.CRASHED
+    assert "Network is unreachable" in report.message
+    assert report.help == "A submission can not count on the network: there is none where it is graded."
+    assert look(tmp_path, twisted(), isolated).verdict == Verdict.PASSED
+
+
+def look_around(rank, root: str):
+    hidden = [name for name in ("solutions", "tests", ".git", "lessons", "grader/judging")]
+    commands, opened = [], []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            commands.append(file.read().decode(errors="replace"))
+    wanted = {f"/proc/{pid}/mem": "rb" for pid in (1, os.getppid())}
+    wanted |= {
+        f"{folder}/written-by-a-rank": "wb" for folder in (root, f"{root}/grader", "/", "/dev", "/usr")
+    }
+    wanted |= {path: "r+b" for path in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger")}
+    wanted |= {path: "rb" for path in ("/etc/shadow", "/dev/kmsg", "/dev/mem")}
+    for path, mode in wanted.items():
+        try:
+            with open(path, mode):
+                opened.append(path)
+        except OSError:
+            continue
+    folders = [f"{root}/{name}" for name in hidden if os.path.isdir(f"{root}/{name}")]
+    return {
+        "hidden files": [name for folder in folders for name in os.listdir(folder)],
+        "processes of the judge": [command for command in commands if "pytest" in command],
+        "opened": opened,
+        "sockets": [path for path in ("/run", "/var", "/sys/fs/cgroup") if os.path.exists(path)],
+        "namespaces of its own": os.system("unshare --user --map-root-user true 2> /dev/null") == 0,
+    }
+
+
+def test_nothing_of_the_judge_or_of_the_machine_is_in_sight(isolated: Launcher) -> None:
+    """No reference, check or history; no process, memory, device or setting; root in name alone."""
+    found = ask(isolated, look_around, str(ROOT))
+    assert not any(found.values()), found
+
+
+def test_a_file_or_a_socket_of_somebody_else_can_not_be_reached(tmp_path: Path, isolated: Launcher) -> None:
+    (tmp_path / "diary").write_text("private")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "socket"))
+    listener.listen()
+
+    def reach(rank, folder):
+        reached = []
+        try:
+            socket.socket(socket.AF_UNIX).connect(f"{folder}/socket")
+            reached.append("socket")
+        except FileNotFoundError:
+            pass
+        return reached + (os.listdir(folder) if os.path.isdir(folder) else [])
+
+    with listener:
+        assert ask(isolated, reach, str(tmp_path)) == []
+
+
+def test_variables_stay_outside_whatever_they_are_called(
+    monkeypatch: pytest.MonkeyPatch, isolated: Launcher
+) -> None:
+    secrets = ["PLATFORM_TOKEN", "DATABASE_URL", "AWS_ACCESS_KEY_ID", "GH_PAT", "SSH_AUTH_SOCK", "HOME"]
+    for name in secrets:
+        monkeypatch.setenv(name, "s3cret")
+    isolated.close()  # it starts again at the next run, with the environment of then
+
+    def probe(rank):
+        return [name for name, value in os.environ.items() if value == "s3cret"]
+
+    assert ask(isolated, probe) == []
+
+
+def test_a_forks_own_copy_of_the_reference_is_hidden(tmp_path: Path) -> None:
+    """The learner's repository has the course's solutions in it, and its history."""
+    for name in ("solutions", ".git", "build/lib/solutions"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "answer.py").write_text("x = 1")
+    (tmp_path / "helper.py").write_text("x = 2")
+
+    def find(rank, folder):
+        import pathlib
+
+        return sorted(path.name for path in pathlib.Path(folder).rglob("*.py"))
+
+    launcher = Launcher(Isolation("on", (tmp_path,)))
+    try:
+        assert ask(launcher, find, str(tmp_path)) == ["helper.py"]
+    finally:
+        launcher.close()
+
+
+ODD_MACHINE = """
+mkdir -p "$1/dev" "$1/x11" && mount -t tmpfs none "$1/dev" && mount -t tmpfs none "$1/x11" || exit 99
+for device in null zero full random urandom; do
+    touch "$1/dev/$device" && mount --bind /dev/$device "$1/dev/$device" || exit 99
+done
+mount --rbind "$1/dev" /dev || exit 99
+test ! -e /dev/shm || exit 99
+exec "$2" -c "from grader.ranks.isolation import why_not; print(repr(why_not()))"
+"""
+
+
+def test_mounts_below_tmp_and_no_shared_memory_hinder_nothing(tmp_path: Path, isolated: Launcher) -> None:
+    """WSL has a mount below /tmp; some containers have no /dev/shm."""
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", ODD_MACHINE]
+    command = [*inside, "sh", str(tmp_path), sys.executable]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 99:
+        pytest.skip(f"such a machine can not be imitated here: {done.stderr}")
+    assert (done.stdout, done.stderr) == ("''\n", "")
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has the programs, but does not allow the last step."""
+
+    def command(inner: list[str], isolation: Isolation) -> list[str]:
+        broken = isolated_command(inner, isolation)
+        return ["sh", "-c", "echo 'pivot_root /tmp failed: Operation not permitted' >&2; exit 1", *broken]
+
+    monkeypatch.setattr("grader.ranks.launcher.isolated_command", command)
+
+
+def test_auto_does_without_and_says_why(forbidden: None, tmp_path: Path) -> None:
+    isolation = Isolation("auto")
+    launcher = Launcher(isolation)
+    try:
+        assert isolation.closed
+        assert look(tmp_path, twisted(), launcher).verdict == Verdict.PASSED
+        assert not isolation.closed
+        assert isolation.why_open.endswith("pivot_root /tmp failed: Operation not permitted")
+    finally:
+        launcher.close()
+
+
+def test_on_does_not_do_without(forbidden: None) -> None:
+    isolation = Isolation("on")
+    with pytest.raises(CannotGradeError, match=r"isolation is not available: .* Operation not permitted$"):
+        Launcher(isolation).warm_up()
+    assert isolation.closed
+
+
+def test_no_unshare_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(CannotGradeError, match="isolation is not available: this system has no `unshare`"):
+        Launcher(Isolation("on")).warm_up()
