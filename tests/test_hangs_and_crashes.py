@@ -1,7 +1,9 @@
 """Ranks that hang, crash, or take more than they may: the verdict, the words, and what is left behind."""
 
+import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
@@ -307,3 +309,34 @@ def test_a_group_has_a_time_limit_of_its_own(launcher: Launcher) -> None:
     report = launcher.run(probe, Code(), [()], limits=limits)
     assert ending(report, lambda file, line: "", limits, [0]) is None
     assert report.ranks[0].result < 30 * 60
+
+
+def test_shared_memory_of_other_programs_survives_a_run(tmp_path: Path, launcher: Launcher) -> None:
+    """Made while the run goes on, open or not: a semaphore's name in the folder is not that in its maps."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("this system keeps shared memory elsewhere")
+    lines = f"""
+        from multiprocessing import shared_memory
+        mine = shared_memory.SharedMemory(create=True, size=100, name=f"made-by-a-rank-{{os.getpid()}}")
+        time.sleep(0.5)
+        open("{tmp_path}/begun", "w").close()
+        while not os.path.exists("{tmp_path}/go-on"): time.sleep(0.05)
+    """
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(look, tmp_path, twisted(lines), launcher)
+        while not (tmp_path / "begun").exists() and not run.done():
+            time.sleep(0.05)
+        assert list(shared.glob("made-by-a-rank-*"))
+        before = set(shared.iterdir())
+        semaphore = multiprocessing.get_context("spawn").Semaphore()
+        kept = shared_memory.SharedMemory(create=True, size=100)
+        kept.close()  # nobody has it open; somebody may want it all the same
+        theirs = set(shared.iterdir()) - before
+        (tmp_path / "go-on").touch()
+        assert run.result().verdict == Verdict.PASSED
+    assert len(theirs) == 2
+    assert theirs <= set(shared.iterdir())
+    assert not list(shared.glob("made-by-a-rank-*"))
+    assert semaphore.acquire(timeout=1)
+    kept.unlink()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -9,6 +10,9 @@ import psutil
 MARK = "SCALE_BY_HAND_LAUNCHER"
 """Environment variable by which the processes below one launcher are known, whoever is their parent now."""
 SHARED = Path("/dev/shm")
+TRACKER = "multiprocessing.resource_tracker"
+"""In the command line of the process that Python starts beside one that makes shared memory."""
+TRACKER_SECONDS = 1.0
 
 
 def kill_marked(mark: str) -> None:
@@ -19,38 +23,72 @@ def kill_marked(mark: str) -> None:
                 process.kill()
 
 
-def remove_abandoned_memory(since: float) -> None:
-    """Remove shared memory made since a time (seconds of time.time()) that no process has open any more."""
-    new = [path for path in _files(SHARED) if _is_ours(path, since)]
-    if not new:
-        return
-    in_use = _open_files()
-    for path in new:
-        if str(path) not in in_use:
-            path.unlink(missing_ok=True)
+def let_trackers_end(processes: Iterable[psutil.Process]) -> None:
+    """Kill all but Python's trackers, which remove what is left of shared memory when its makers are gone."""
+    trackers = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if any(TRACKER in word for word in process.cmdline()):
+                trackers.append(process)
+            else:
+                process.kill()
+    psutil.wait_procs(trackers, timeout=TRACKER_SECONDS)
 
 
-def _files(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+class SharedMemory:
+    """The files below /dev/shm that the processes of one run have made, out of all that come meanwhile.
+
+    They are known by their inode: a semaphore is mapped under a name that it never has in the folder.
+    """
+
+    def __init__(self) -> None:
+        self._before = set(_files())
+        self._seen: set[int] = set()
+
+    def new(self) -> dict[int, Path]:
+        """Inode → file of this user that was not there when the run began, whoever made it."""
+        return {inode: path for inode, path in _files().items() if inode not in self._before}
+
+    def see(self, processes: Iterable[psutil.Process]) -> None:
+        """Take down what these processes, which belong to the run, have open or mapped."""
+        for process in processes:
+            self._seen |= _inodes_in_use(process.pid)
+
+    def remove(self) -> None:
+        """Remove what the run has made, unless somebody still has it open."""
+        made = {inode: path for inode, path in self.new().items() if inode in self._seen}
+        if made:
+            elsewhere = set().union(*(_inodes_in_use(pid) for pid in psutil.pids()))
+            for inode in made.keys() - elsewhere:
+                made[inode].unlink(missing_ok=True)
 
 
-def _is_ours(path: Path, since: float) -> bool:
+def _files() -> dict[int, Path]:
+    """Inode → file of this user below /dev/shm."""
+    found = {}
+    with contextlib.suppress(OSError), os.scandir(SHARED) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.getuid() and entry.is_file(follow_symlinks=False):
+                    found[status.st_ino] = SHARED / entry.name
+    return found
+
+
+def _inodes_in_use(pid: int) -> set[int]:
+    """Inodes of /dev/shm's file system that a process has open or mapped, as far as one may look."""
+    found: set[int] = set()
+    folder = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
-        status = path.lstat()
-        return status.st_uid == os.getuid() and status.st_ctime >= since - 1.0 and not path.is_dir()
-    return False
-
-
-def _open_files() -> set[str]:
-    """Files below /dev/shm that a process of this machine has open or mapped, as far as one may look."""
-    found: set[str] = set()
-    for process in psutil.process_iter():
-        folder = Path("/proc") / str(process.pid)
-        with contextlib.suppress(OSError):
-            for line in (folder / "maps").read_text(errors="replace").splitlines():
-                found.add(line.partition("/")[1] + line.partition("/")[2])
-        with contextlib.suppress(OSError):
-            for descriptor in (folder / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    found.add(os.readlink(descriptor))
+        device = SHARED.stat().st_dev
+        name = f"{os.major(device):02x}:{os.minor(device):02x}"
+        for line in (folder / "maps").read_text(errors="replace").splitlines():
+            _, _, _, where, inode, *_ = line.split(maxsplit=5)
+            if where == name:
+                found.add(int(inode))
+        for descriptor in (folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                status = descriptor.stat()
+                if status.st_dev == device:
+                    found.add(status.st_ino)
     return found

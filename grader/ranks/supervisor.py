@@ -26,7 +26,7 @@ import psutil
 from grader.beside.tampering import Guard
 from grader.beside.worker import run_worker
 from grader.ranks.frames import NOT_OURS, FrameBuffer, receive_frame, send_frame
-from grader.ranks.leftovers import remove_abandoned_memory
+from grader.ranks.leftovers import SharedMemory, let_trackers_end
 
 TICK_SECONDS = 0.03
 TREE_SECONDS = 0.5
@@ -85,16 +85,16 @@ def supervise(judge: socket.socket, guard: Guard) -> None:
     prctl(PR_SET_DUMPABLE, 0)  # no rank can read its memory, where the other ranks' orders pass through
     _, body = receive_frame(judge)
     header = json.loads(body)
-    began = time.time()
+    shared = SharedMemory()
     directory = Path(tempfile.mkdtemp(prefix="scale-by-hand-"))
     run = _Run(judge, header, directory, guard)
     try:
         run.start()
         run.watch()
     finally:
-        run.stop()
+        run.stop(shared)
         shutil.rmtree(directory, ignore_errors=True)
-        remove_abandoned_memory(began)
+        shared.remove()
     run.report()
 
 
@@ -286,7 +286,7 @@ class _Run:
         mains, others = zip(*self.cpu.values(), strict=True) if self.cpu else ((), ())
         return sum(mains), sum(others), runnable
 
-    def stop(self) -> None:
+    def stop(self, shared: SharedMemory) -> None:
         """Ask every unfinished rank where it stands, then end every process below this one."""
         asked = [r for r in self.ranks if r.state.status == "running" and r.state.exit_code is None]
         if self.ended in ("timeout", "idle", "trouble"):
@@ -297,6 +297,10 @@ class _Run:
         for rank in self.ranks:
             rank.dump.seek(0)
             rank.state.stack = rank.dump.read(OUTPUT_LIMIT).decode(errors="replace")
+        if shared.new():  # mostly there is none
+            below = _descendants()
+            shared.see(below)
+            let_trackers_end(below)
         for rank in self.ranks:  # at one blow, also what forks faster than it can be counted
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
