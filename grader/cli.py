@@ -112,7 +112,7 @@ def run(
 ) -> None:
     """Grade PATH, or without one the notebooks of the whole course."""
     limits = Limits(timeout=timeout, memory_bytes=int(memory * 2**30))
-    settings = Settings(ranks=_numbers(ranks), device=device, limits=limits, seed=seed)
+    settings = Settings(ranks=_numbers(ranks), device=device, limits=limits, seed=seed, keep_ranks=True)
     _known(only)
     while True:
         code = _grade(path, only, settings, json_file, isolate, jobs or sensible_jobs(device))

@@ -47,7 +47,7 @@ def test_judges_take_turns_while_ranks_run_side_by_side() -> None:
         return {"ended": "complete", "seconds": 0.0, "ranks": []}, []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launcher, "_exchange", meet)
+        patch.setattr(Launcher, "exchange", meet)
         list(side_by_side(work, [0, 1], 2))
     assert max(most) == 1
     assert sorted(running) == [0, 1]

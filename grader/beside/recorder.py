@@ -311,8 +311,11 @@ _BACKEND_METHODS = {
 }
 
 
-def watch_backends(recorder: Recorder) -> None:
-    """Make calls on a backend object (`group._get_backend(...)`) seen too: they pass below the dispatcher."""
+def watch_backends(present: Callable[[], Recorder]) -> None:
+    """Make calls on a backend object (`group._get_backend(...)`) seen too: they pass below the dispatcher.
+
+    Once in a process; `present` gives the recorder of the run that goes on.
+    """
     backend = torch._C._distributed_c10d.Backend
 
     def watched(name: str, kind: str) -> Callable[..., Any]:
@@ -321,7 +324,7 @@ def watch_backends(recorder: Recorder) -> None:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             position = 1 if kind in ("reduce_scatter", "gather", "all_to_all") else 0
             tensors = tensors_in(args[position : position + 1])
-            recorder.saw_backend_call(kind, tensors, world_ranks(self))
+            present().saw_backend_call(kind, tensors, world_ranks(self))
             return original(self, *args, **kwargs)
 
         return call

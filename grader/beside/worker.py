@@ -1,10 +1,11 @@
 """One rank: loads the submission, runs a check's probe on it, and sends back plain data.
 
-This runs in a process of its own, forked for one run. Nothing here is trusted afterwards: the judge reads
-what arrives as data and draws its own conclusions.
+This runs in a process of its own, forked for one run, or for several of the same submission one after the
+other. Nothing here is trusted afterwards: the judge reads what arrives as data and draws its own conclusions.
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -75,7 +76,10 @@ def run_worker(
     dump: Any,
     guard: Guard,
 ) -> None:
-    """Do one rank's work, then stay until the supervisor lets go: a peer may still need this rank alive."""
+    """Do one rank's work, then stay until the supervisor lets go: a peer may still need this rank alive.
+
+    The supervisor may also send another order: the same submission, loaded anew, another probe.
+    """
     _, body = receive_frame(connection)
     order = plain.decode(body)
     answer = _answering(connection, order.pop("token"))
@@ -90,13 +94,17 @@ def run_worker(
     except Exception as error:
         message = f"the ranks could not connect: {error_text(error)}"
         answer(b"X", dumps({"type": "MachineError", "message": message, "machine": True}).encode())
-    else:
+        receive_frame(connection)
+        return
+    recorders: list[Recorder] = []  # of the run that goes on
+    watch_backends(lambda: recorders[-1])
+    while True:
         try:
-            result = _work(connection, world_rank, header, order, device, group, guard)
-            answer(b"R", result)
+            answer(b"R", _work(connection, world_rank, header, order, device, group, guard, recorders))
         except BaseException as error:
             answer(b"X", dumps(_describe(error)).encode())
-    receive_frame(connection)
+        order = plain.decode(receive_frame(connection)[1])
+        gc.collect()  # what the run before has left in circles is none of the next one's memory
 
 
 def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, bytes], None]:
@@ -116,6 +124,7 @@ def _work(
     device: torch.device,
     group: Any,
     guard: Guard,
+    recorders: list[Recorder],
 ) -> bytes:
     torch.set_num_threads(1)
     is_learner = _learner_code(order)
@@ -124,7 +133,7 @@ def _work(
         send_frame(connection, b"E", dumps(asdict(event)).encode())
 
     recorder = Recorder(on_event, is_learner, order["delay_seed"])
-    watch_backends(recorder)
+    recorders[:] = [recorder]
     _seed(order["seed"], device)
     members = header["group"]
     guarded = order["guarded"]

@@ -4,7 +4,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     seed: int | None = None
     """Draw the same inputs again; None draws new ones."""
+    keep_ranks: bool = False
+    """More exercises of the same submission follow: leave them the ranks, until the launcher is closed."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,20 @@ def grade_exercise(
     ]
     wanted = set(only_checks)
     reports: list[CheckReport] = []
-    for check in exercise.checks:
-        if wanted and check.name not in wanted:
-            continue
-        ended = sum(r.verdict not in (Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED) for r in reports)
-        if ended >= ENDINGS_UNTIL_SKIP:
-            reports.append(CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="not reached"))
-        else:
-            with _one_thread():
-                reports.append(_run_check(check, trials))
+    with _one_thread(), ExitStack() as kept:
+        if not settings.keep_ranks:
+            kept.callback(launcher.dismiss)
+        for trial in trials:
+            kept.callback(trial.release_ranks)
+        for check in exercise.checks:
+            if wanted and check.name not in wanted:
+                continue
+            ended = sum(r.verdict not in (Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED) for r in reports)
+            if ended >= ENDINGS_UNTIL_SKIP:
+                report = CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="not reached")
+            else:
+                report = _run_check(check, trials)
+            reports.append(report)
     verdict = combine([report.verdict for report in reports])
     return ExerciseReport(
         lesson, exercise.name, verdict, tuple(reports), seconds=time.monotonic() - began, notes=notes
@@ -172,7 +179,7 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
         if not check.layouts(trial.layout):
             continue
         try:
-            check.function(trial)
+            _try(check, trial)
         except CheckEnded as end:
             only_outside = (
                 trial.layout.world_size > trial.num_ranks
@@ -194,6 +201,18 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
             return _unexpected(check, trial, error)
         report = CheckReport(check.name, check.sentence, Verdict.PASSED)
     return report
+
+
+def _try(check: Check, trial: Trial) -> None:
+    """Run a check; what fails on ranks that had worked before counts only if it fails on fresh ones too."""
+    try:
+        check.function(trial)
+    except CannotGradeError:
+        raise
+    except Exception:
+        if not trial.reused:
+            raise
+        check.function(trial.apart)
 
 
 def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:

@@ -4,6 +4,7 @@ Ranks wait for each other for much of a run, which leaves cores idle. What a che
 side uses torch's global state, and is little: only one computes at a time, and lets go while its ranks run.
 """
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -99,14 +100,17 @@ class _Neighbour(Launcher):
         self._turn.goes_on()
         super()._start()
 
-    def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    def exchange(
+        self, line: socket.socket, header: dict[str, Any], orders: list[bytes], fresh: bool
+    ) -> tuple[dict[str, Any], list[bytes]]:
         with self._turn.let_go():
-            summary, records = super()._exchange(header, orders)
+            summary, records = super().exchange(line, header, orders, fresh)
             self._turn.goes_on()
-            if summary["ended"] in ("lost", "fault"):  # by this run, or its neighbour: alone it will show
+            if fresh and summary["ended"] in ("lost", "fault"):  # by this run or its neighbour: alone it shows
                 alone = Launcher(self.isolation)
                 try:
-                    summary, records = alone._exchange(header, orders)
+                    with alone.connect() as own_line:
+                        summary, records = alone.exchange(own_line, header, orders, fresh)
                 finally:
                     alone.close()
             return summary, records

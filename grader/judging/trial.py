@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from grader.judging.explain import ByRank, compare
 from grader.judging.stories import Locate, ending
 from grader.judging.verdicts import CheckEnded, Verdict
-from grader.ranks.launcher import Code, Launcher, Limits
+from grader.ranks.launcher import Code, Launcher, Limits, Session
 
 T = TypeVar("T")
 
@@ -138,9 +139,12 @@ def _lesson_of(module: str) -> str:
 class Trial:
     """One exercise in one layout of ranks: draws inputs, runs probes, compares.
 
+    Its runs use the same ranks, one after the other, as long as all of them answer.
+
     Attributes:
         num_ranks: size of the group, n.
         rng: Python random numbers of this trial.
+        reused: whether a run had ranks that had worked before. What fails then must fail `apart` as well.
     """
 
     def __init__(
@@ -153,13 +157,18 @@ class Trial:
         limits: Limits,
         device: str,
         distributed: bool,
+        keep_ranks: bool = True,
     ) -> None:
+        self._again = partial(Trial, layout, code, launcher, seed, locate, limits, device, distributed)
         self.num_ranks = layout.num_ranks
         self.layout = layout
         self.rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._code = code
         self._launcher = launcher
+        self._keep_ranks = keep_ranks
+        self._session: Session | None = None
+        self.reused = False
         self._locate = locate
         self._limits = limits
         self._device = device
@@ -167,6 +176,24 @@ class Trial:
         self._seen: dict[Callable[..., Any], Any] = {}
         self.where = str(layout) if distributed else ""
         self.output = ""
+
+    @cached_property
+    def apart(self) -> "Trial":
+        """The same trial anew, in which every run has ranks of its own."""
+        return self._again(keep_ranks=False)
+
+    def release_ranks(self) -> None:
+        """Leave the ranks that it has kept to the next exercise of this submission."""
+        if self._session is not None:
+            self._launcher.give_back(self.num_ranks, self.layout.world_size, self._session)
+            self._session = None
+
+    def _ranks(self) -> Session:
+        if not self._keep_ranks:
+            return Session(self._launcher)
+        if self._session is None:
+            self._session = self._launcher.borrow(self.num_ranks, self.layout.world_size, self._code)
+        return self._session
 
     def integer(self, low: int, high: int) -> int:
         """A random whole number from low to high, both included."""
@@ -218,7 +245,8 @@ class Trial:
         memory or disagrees with its peers ends the check with that verdict.
         """
         orders = [[*arguments, *(per_rank[r] if per_rank else ())] for r in range(self.num_ranks)]
-        report = self._launcher.run(
+        session = self._ranks()
+        report = session.run(
             probe,
             self._code,
             orders,
@@ -229,6 +257,9 @@ class Trial:
             seeds=seeds or [self.seed() for _ in range(self.num_ranks)],
             delay_seed=self.seed() if delays else None,
         )
+        self.reused |= not report.fresh
+        if not self._keep_ranks:
+            session.close()
         group = list(range(self.layout.world_size - self.num_ranks, self.layout.world_size))
         self.output = "\n".join(report.ranks[r].output for r in group)
         trouble = ending(report, self._locate, self._limits, group)

@@ -84,6 +84,8 @@ class RunReport:
     """By world rank."""
     reason: str = ""
     """Of a fault, which is the grader's own."""
+    fresh: bool = True
+    """The ranks were started for this run; else they had worked before."""
 
 
 class Launcher:
@@ -103,83 +105,60 @@ class Launcher:
         self._directory = ""
         self._shut_in = False
         self._preloaded: list[tuple[str, int]] = []
+        self._idle: dict[tuple[int, int], list[Session]] = {}
+        """Sessions that nobody uses at the moment, by size of the group and of the world."""
 
-    def run(
-        self,
-        probe: Callable[..., Any] | None,
-        code: Code,
-        arguments: Sequence[Sequence[Any]],
-        *,
-        limits: Limits,
-        world_size: int | None = None,
-        distributed: bool = True,
-        device: str = "cpu",
-        seeds: Sequence[int] | None = None,
-        delay_seed: int | None = None,
-    ) -> RunReport:
-        """Run `probe(rank, *arguments[r])` on the ranks of a group, and wait for how it ends.
+    def run(self, probe: Callable[..., Any] | None, code: Code, *arguments: Any, **options: Any) -> RunReport:
+        """One run on ranks of its own: as `Session.run`."""
+        with Session(self) as session:
+            return session.run(probe, code, *arguments, **options)
 
-        The group is the last `len(arguments)` ranks of the world. Without a probe, the argument is a pickled
-        (function, args).
-        """
-        num_ranks = len(arguments)
-        world_size = world_size or num_ranks
-        group = list(range(world_size - num_ranks, world_size))
-        header = {
-            "world_size": world_size,
-            "group": group,
-            "distributed": distributed,
-            "device": device,
-            "timeout": limits.timeout,
-            "idle": limits.idle,
-            "memory_bytes": limits.memory_bytes,
-            "max_processes": limits.max_processes,
-        }
-        token = secrets.token_bytes(TOKEN_BYTES)
-        order = {
-            "token": token,
-            "probe": by_value(probe) if probe else b"",
-            "pickled": code.pickled,
-            "module": code.module,
-            "cells": [list(cell) for cell in code.cells],
-            "directory": code.directory,
-            "lent": [list(module) for module in code.lent],
-            "labels": [label for label, _ in code.cells],
-            "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
-            "guarded": not code.trusted,
-            "forbidden": [str(ROOT / "solutions"), str(ROOT / "tests")],
-            "delay_seed": delay_seed,
-        }
-        orders = []
-        for world_rank in range(world_size):
-            mine = arguments[world_rank - group[0]] if world_rank in group else ()
-            seed = seeds[world_rank - group[0]] if seeds and world_rank in group else secrets.randbits(31)
-            delay = None if delay_seed is None else delay_seed + world_rank
-            orders.append(plain.encode({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay}))
-        summary, records = self._exchange(header, orders)
-        ranks = [
-            _read_rank(state, record, token) for state, record in zip(summary["ranks"], records, strict=True)
-        ]
-        reason = summary.get("reason", "")
-        return RunReport(_ending(summary["ended"], ranks), summary["seconds"], ranks, reason)
-
-    def _exchange(self, header: dict[str, Any], orders: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._hand_over(theirs)
-            ours.settimeout(header["timeout"] + 30)
-            try:
-                send_frame(ours, b"H", json.dumps(header).encode())
-                for order in orders:
-                    send_frame(ours, b"P", order)
-                summary = json.loads(receive_frame(ours)[1])
-                if summary["ended"] == "fault":
-                    return _without_an_answer("fault", len(orders), summary["reason"])
-                return summary, [receive_frame(ours)[1] for _ in orders]
-            except (OSError, ValueError):
+    def exchange(
+        self, line: socket.socket, header: dict[str, Any], orders: list[bytes], fresh: bool
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Send the orders of a run, and wait for its summary and each rank's record."""
+        line.settimeout(header["timeout"] + 30)
+        try:
+            send_frame(line, b"H", json.dumps(header).encode())
+            for order in orders:
+                send_frame(line, b"P", order)
+            summary = json.loads(receive_frame(line)[1])
+            if summary["ended"] == "fault":
+                return _without_an_answer("fault", len(orders), summary["reason"])
+            return summary, [receive_frame(line)[1] for _ in orders]
+        except (OSError, ValueError):
+            if fresh:
                 self.close()
-                return _without_an_answer("lost", len(orders))
+            return _without_an_answer("lost", len(orders))
+
+    def borrow(self, num_ranks: int, world_size: int, code: Code) -> "Session":
+        """A session whose ranks may have this code already, from an earlier exercise of the submission."""
+        with self._lock:
+            of_this_size = self._idle.setdefault((num_ranks, world_size), [])
+            known = [session for session in of_this_size if session.code == code]
+            for session in known[:1] or of_this_size[:1]:
+                of_this_size.remove(session)
+                return session
+        return Session(self)
+
+    def give_back(self, num_ranks: int, world_size: int, session: "Session") -> None:
+        """Keep a session for the next exercise."""
+        with self._lock:
+            self._idle.setdefault((num_ranks, world_size), []).append(session)
+
+    def dismiss(self) -> None:
+        """End the ranks that were kept for a next exercise."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for session in [session for sessions in idle.values() for session in sessions]:
+            session.close()
+
+    def connect(self) -> socket.socket:
+        """A line to the keeper of new ranks."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._hand_over(theirs)
+        return ours
 
     def _hand_over(self, end: socket.socket) -> None:
         with self._lock:
@@ -248,6 +227,7 @@ class Launcher:
 
     def close(self) -> None:
         """End the fork server and everything below it."""
+        self.dismiss()
         with self._lock:
             self._end()
 
@@ -266,6 +246,120 @@ class Launcher:
             if self._server.stderr:
                 self._server.stderr.close()
         self._server = self._control = None
+
+
+class Session:
+    """Ranks that stay for several runs of one submission, as long as every rank answers.
+
+    Starting ranks takes many times as long as asking them. Who has asked ranks that had worked before
+    (`RunReport.fresh` tells) should ask fresh ones before it calls anything wrong: the submission may have
+    left something behind.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._line: socket.socket | None = None
+        self._ranks: Any = None
+        """What the ranks were started for: only the same can be asked of them."""
+        self._token = b""
+
+    @property
+    def code(self) -> Code | None:
+        """The submission that its ranks have."""
+        return None if self._line is None else self._ranks[1]
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def run(
+        self,
+        probe: Callable[..., Any] | None,
+        code: Code,
+        arguments: Sequence[Sequence[Any]],
+        *,
+        limits: Limits,
+        world_size: int | None = None,
+        distributed: bool = True,
+        device: str = "cpu",
+        seeds: Sequence[int] | None = None,
+        delay_seed: int | None = None,
+    ) -> RunReport:
+        """Run `probe(rank, *arguments[r])` on the ranks of a group, and wait for how it ends.
+
+        The group is the last `len(arguments)` ranks of the world. Without a probe, the argument is a pickled
+        (function, args).
+        """
+        num_ranks = len(arguments)
+        world_size = world_size or num_ranks
+        group = list(range(world_size - num_ranks, world_size))
+        header = {
+            "world_size": world_size,
+            "group": group,
+            "distributed": distributed,
+            "device": device,
+            "timeout": limits.timeout,
+            "idle": limits.idle,
+            "memory_bytes": limits.memory_bytes,
+            "max_processes": limits.max_processes,
+        }
+        order = {
+            "probe": by_value(probe) if probe else b"",
+            "pickled": code.pickled,
+            "module": code.module,
+            "cells": [list(cell) for cell in code.cells],
+            "directory": code.directory,
+            "lent": [list(module) for module in code.lent],
+            "labels": [label for label, _ in code.cells],
+            "ours": [str(ROOT / "nanogpt"), str(ROOT / "lessons")],
+            "guarded": not code.trusted,
+            "forbidden": [str(ROOT / "solutions"), str(ROOT / "tests")],
+            "delay_seed": delay_seed,
+        }
+        orders = []
+        for world_rank in range(world_size):
+            mine = arguments[world_rank - group[0]] if world_rank in group else ()
+            seed = seeds[world_rank - group[0]] if seeds and world_rank in group else secrets.randbits(31)
+            delay = None if delay_seed is None else delay_seed + world_rank
+            orders.append({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay})
+        summary, records, fresh = self._ask(header, code, orders)
+        ranks = [
+            _read_rank(state, record, self._token)
+            for state, record in zip(summary["ranks"], records, strict=True)
+        ]
+        ended = _ending(summary["ended"], ranks)
+        if ended != "complete":
+            self.close()
+        return RunReport(ended, summary["seconds"], ranks, summary.get("reason", ""), fresh)
+
+    def _ask(
+        self, header: dict[str, Any], code: Code, orders: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], list[bytes], bool]:
+        """Have a run done, by the ranks that are there or by new ones: its summary, its records, whether new."""
+        fresh = self._line is None or self._ranks != (header, code)
+        if fresh:
+            self.close()
+            self._ranks, self._token = (header, code), secrets.token_bytes(TOKEN_BYTES)
+            self._line = self._launcher.connect()
+        told = [plain.encode({**order, "token": self._token} if fresh else order) for order in orders]
+        assert self._line is not None
+        summary, records = self._launcher.exchange(self._line, header, told, fresh)
+        if summary["ended"] in ("lost", "fault") and not fresh:
+            self.close()
+            return self._ask(header, code, orders)
+        return summary, records, fresh
+
+    def close(self) -> None:
+        """End the ranks, and wait until nothing is left of them."""
+        if self._line is None:
+            return
+        with self._line as line, contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_WR)
+            while line.recv(1 << 16):
+                pass
+        self._line = None
 
 
 def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[dict[str, Any], list[bytes]]:

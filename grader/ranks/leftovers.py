@@ -30,6 +30,7 @@ def let_trackers_end(processes: Iterable[psutil.Process]) -> None:
         with contextlib.suppress(psutil.Error):
             if any(TRACKER in word for word in process.cmdline()):
                 trackers.append(process)
+                process.resume()  # it may stand still, as ranks do between two runs
             else:
                 process.kill()
     psutil.wait_procs(trackers, timeout=TRACKER_SECONDS)

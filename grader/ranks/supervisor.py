@@ -1,7 +1,8 @@
-"""Keeps one run: forks its ranks, holds the clock and the limits, gathers what they send, leaves nothing.
+"""Keeps a run: forks its ranks, holds the clock and the limits, gathers what they send, leaves nothing.
 
 It runs in a process of its own between the judge and the ranks, never loads a submission, and does not rely
-on any rank's cooperation: what it can not get in time it does without.
+on any rank's cooperation: what it can not get in time it does without. After a run in which every rank has
+answered, the judge may ask the same ranks for another one; between the two they are frozen.
 """
 
 import contextlib
@@ -80,7 +81,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def supervise(judge: socket.socket, guard: Guard) -> None:
-    """Serve one run for the judge on the other side of the socket."""
+    """Serve one run for the judge on the other side of the socket, or several on the same ranks."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_DUMPABLE, 0)  # no rank can read its memory, where the other ranks' orders pass through
     _, body = receive_frame(judge)
@@ -91,11 +92,14 @@ def supervise(judge: socket.socket, guard: Guard) -> None:
     try:
         run.start()
         run.watch()
+        while run.ended == "complete" and run.rest():
+            run.watch()
     finally:
         run.stop(shared)
         shutil.rmtree(directory, ignore_errors=True)
         shared.remove()
-    run.report()
+    if run.ended != "let go":
+        run.report()
 
 
 @dataclass
@@ -127,14 +131,50 @@ class _Run:
         """Fork the ranks, then hand each its own order: no rank ever holds another's data."""
         for world_rank in range(self.header["world_size"]):
             self.ranks.append(self._fork(world_rank))
+        self._hand_out_orders()
         for rank in self.ranks:
-            _, body = receive_frame(self.judge)
-            send_frame(rank.connection, b"P", body)
-        for rank in self.ranks:
-            rank.connection.setblocking(False)
             self.selector.register(rank.connection, selectors.EVENT_READ, (rank, self._read_frames))
             self.selector.register(rank.output, selectors.EVENT_READ, (rank, self._read_output))
         self.selector.register(self.judge, selectors.EVENT_READ, None)
+
+    def _hand_out_orders(self) -> None:
+        for rank in self.ranks:
+            _, body = receive_frame(self.judge)
+            rank.connection.setblocking(True)
+            with contextlib.suppress(ConnectionError):  # a rank that has ended is noticed soon enough
+                send_frame(rank.connection, b"P", body)
+            rank.connection.setblocking(False)
+
+    def rest(self) -> bool:
+        """Tell the judge how the run ended; the ranks stand still until it asks for another. Has it?"""
+        self._read_what_is_left()
+        self._tell_all(signal.SIGSTOP)
+        self.report()
+        try:
+            _, body = receive_frame(self.judge)
+        except ConnectionError:
+            self.ended = "let go"
+            return False
+        self.header = json.loads(body)
+        self.began, self.ended, self.cpu = time.monotonic(), "", {}
+        for rank in self.ranks:
+            rank.state, rank.record = RankState(), b""
+        self._tell_all(signal.SIGCONT)
+        self._hand_out_orders()
+        return True
+
+    def _tell_all(self, number: int) -> None:
+        """Send a signal to every rank and what it has started; one that has ended is noticed elsewhere."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, number)
+
+    def _read_what_is_left(self) -> None:
+        """What ranks have printed may still be on its way."""
+        for key, _ in self.selector.select(0):
+            if key.data is not None:
+                rank, read = key.data
+                read(rank)
 
     def _fork(self, world_rank: int) -> _Rank:
         ours, theirs = socket.socketpair()
@@ -301,9 +341,7 @@ class _Run:
             below = _descendants()
             shared.see(below)
             let_trackers_end(below)
-        for rank in self.ranks:  # at one blow, also what forks faster than it can be counted
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
+        self._tell_all(signal.SIGKILL)  # at one blow, also what forks faster than it can be counted
         for rank in self.ranks:
             if rank.state.exit_code is None:
                 os.kill(rank.pid, signal.SIGKILL)  # wherever it has gone: it is not reaped, so it is this one

@@ -1,0 +1,119 @@
+"""Ranks that stay for several runs of one submission: nothing of a run is mistaken for another's."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grader.checks import Trial
+from grader.judging.judge import Settings, grade_exercise
+from grader.judging.trial import Check, Exercise
+from grader.judging.verdicts import Verdict
+from grader.ranks.launcher import Code, Launcher, Limits, Session
+
+LIMITS = Limits(timeout=20.0)
+COUNTING = Code(
+    cells=(("cell 1", "import os\nnumber = 0\ndef count():\n    global number\n    number += 1"),)
+)
+
+
+def run(session: Session, code: Code = COUNTING, action: str = "count") -> Any:
+    """Two ranks do something of the submission; how it ended, and what each rank tells."""
+
+    def probe(rank, action):  # inside, so that it travels by value
+        import os
+
+        print("said", action)
+        getattr(rank.submission, action)()
+        return os.getpid(), rank.submission.number
+
+    return session.run(probe, code, [[action], [action]], limits=LIMITS)
+
+
+def test_the_next_run_has_the_same_processes_and_the_submission_anew(launcher: Launcher) -> None:
+    with Session(launcher) as session:
+        first, second = run(session), run(session)
+    assert (first.fresh, second.fresh) == (True, False)
+    assert [rank.result for rank in first.ranks] == [rank.result for rank in second.ranks]
+    assert {rank.result[1] for rank in second.ranks} == {1}
+    assert [rank.output for rank in second.ranks] == ["said count\n"] * 2
+
+
+def test_another_submission_and_what_follows_trouble_get_fresh_ranks(launcher: Launcher) -> None:
+    source = COUNTING.cells[0][1] + "\ndef fail(): raise ValueError('mine')\ndef leave(): os._exit(0)"
+    other = Code(cells=(("cell 1", source),))
+    with Session(launcher) as session:
+        assert run(session).fresh
+        assert run(session, other).fresh
+        for action in ("fail", "leave"):
+            report = run(session, other, action)
+            assert (report.ended, report.fresh) == ("trouble", action == "leave")
+        report = run(session, other)
+        assert (report.ended, report.fresh) == ("complete", True)
+
+
+def test_between_two_runs_nothing_moves_and_afterwards_nothing_is_left(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    beat = tmp_path / "beat"
+    source = f"""
+import threading, time
+number = 0
+def count():
+    def go_on():
+        while True:
+            open({str(beat)!r}, "a").write(".")
+            time.sleep(0.01)
+    threading.Thread(target=go_on, daemon=True).start()
+    time.sleep(0.1)
+"""
+    with Session(launcher) as session:
+        pids = [rank.result[0] for rank in run(session, Code(cells=(("cell 1", source),))).ranks]
+        beats = beat.stat().st_size
+        time.sleep(0.3)
+        assert beat.stat().st_size == beats > 0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_rank_that_was_killed_while_it_rested_is_replaced_or_named(launcher: Launcher) -> None:
+    with Session(launcher) as session:
+        pids = [rank.result[0] for rank in run(session).ranks]
+        psutil.Process(pids[0]).kill()
+        report = run(session)
+        assert report.ended == "trouble" and not report.fresh
+        assert run(session).ended == "complete"
+
+
+def test_a_launcher_lends_ranks_to_the_next_exercise_until_it_dismisses_them(launcher: Launcher) -> None:
+    session = launcher.borrow(2, 2, COUNTING)
+    pids = [rank.result[0] for rank in run(session).ranks]
+    launcher.give_back(2, 2, session)
+    again = launcher.borrow(2, 2, COUNTING)
+    assert again is session and not run(again).fresh
+    launcher.give_back(2, 2, again)
+    launcher.dismiss()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(("wrong_when", "verdict"), [("seen > 1", Verdict.PASSED), ("True", Verdict.WRONG)])
+def test_what_is_wrong_on_ranks_that_had_worked_must_be_wrong_on_fresh_ones(
+    launcher: Launcher, wrong_when: str, verdict: Verdict
+) -> None:
+    source = f"import sys\nseen = sys.__dict__['seen'] = sys.__dict__.get('seen', 0) + 1\nbad = {wrong_when}"
+
+    def probe(rank):
+        return rank.submission.bad
+
+    def nothing(trial: Trial) -> None:
+        trial.run(lambda rank: None)
+
+    def is_good(trial: Trial) -> None:
+        trial.require(not any(trial.run(probe)), "bad")
+
+    checks = [Check(f.__name__, "made_up", "", f, lambda layout: True) for f in (nothing, is_good)]
+    exercise = Exercise("made_up", (2,), False, (), False, True, (), checks)
+    code = Code(cells=(("cell 1", source),))
+    report = grade_exercise(exercise, "00", code, launcher, Settings(limits=LIMITS), lambda file, line: "")
+    assert [check.verdict for check in report.checks] == [Verdict.PASSED, verdict]
