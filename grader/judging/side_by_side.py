@@ -106,7 +106,10 @@ class _Neighbour(Launcher):
         with self._turn.let_go():
             summary, records = super().exchange(line, header, orders, fresh)
             self._turn.goes_on()
-            if fresh and summary["ended"] in ("lost", "fault"):  # by this run or its neighbour: alone it shows
+            if fresh and summary["ended"] in (
+                "lost",
+                "fault",
+            ):  # by this run or its neighbour: alone it shows
                 alone = Launcher(self.isolation)
                 try:
                     with alone.connect() as own_line:

@@ -156,8 +156,10 @@ class Launcher:
     def connect(self) -> socket.socket:
         """A line to the keeper of new ranks."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as where_it_fails:
+            where_it_fails.callback(ours.close)
             self._hand_over(theirs)
+            where_it_fails.pop_all()
         return ours
 
     def _hand_over(self, end: socket.socket) -> None:
@@ -337,7 +339,7 @@ class Session:
     def _ask(
         self, header: dict[str, Any], code: Code, orders: list[dict[str, Any]]
     ) -> tuple[dict[str, Any], list[bytes], bool]:
-        """Have a run done, by the ranks that are there or by new ones: its summary, its records, whether new."""
+        """Have a run done, by the ranks that are there or by new ones: summary, records, whether new."""
         fresh = self._line is None or self._ranks != (header, code)
         if fresh:
             self.close()
