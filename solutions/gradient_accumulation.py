@@ -23,14 +23,15 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
     """Add the gradient of a whole batch to `.grad`, one micro-batch at a time.
 
     After it, `.grad` has become what `model(inputs, targets)[1].backward()` would have made of it, which is
-    nothing for a frozen parameter; no more than a micro-batch's activations have been alive at once.
+    nothing for a frozen parameter. No more than a micro-batch's activations have been alive at once. Inputs,
+    targets, weights and the training mode are left alone.
 
     Args:
         model: called as a GPT is: `model(rows, goals)` gives logits and the mean loss over those of its
             targets that are not -1. Call it once for each micro-batch.
-        inputs: tokens (b, s).
-        targets: next tokens (b, s); -1 does not count. Some counts; a micro-batch may have none.
-        num_microbatches: k. Where b does not divide by it, micro-batches differ in size.
+        inputs, targets: tokens and next tokens (b, s); a target of -1 does not count. At least one counts; a
+            micro-batch may have none.
+        num_microbatches: k; where b does not divide by it, micro-batches differ in size.
 
     Returns:
         The mean loss over all counted targets, detached.
@@ -51,17 +52,22 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
 
 
 def largest_microbatch(config: GPTConfig, memory_bytes: int, recipe: str, sequence_length: int) -> int:
-    """The most sequences of a micro-batch that fit, by the formulas of lesson 01; 0 where one does not.
+    """The most sequences of a micro-batch with which a whole training step fits; 0 where one does not.
 
-    A micro-batch fits when the model states of the recipe (`fp32`, `mixed`, `mixed_fp32_gradients`) and
-    what its forward keeps, in fp32, together need at most `memory_bytes`.
+    A step fits when at its worst moment, at the head, where backward begins, at most `memory_bytes` are
+    needed for:
+
+    - the model states of the recipe (`fp32`, `mixed`, `mixed_fp32_gradients`), gradients too;
+    - what the forward keeps, by lesson 01's formulas: in fp32, whatever the recipe;
+    - two tensors (b, s, v) more, in fp32: the gradients of the log-probabilities and of the logits.
     """
     # answer
     states = model_state_bytes(count_parameters(config)["total"], recipe)["total"]
     one, two = (activation_bytes(config, b, sequence_length)["total"] for b in (1, 2))
     each = two - one  # activations are a straight line in b
     fixed = states + one - each
-    return max(0, (memory_bytes - fixed) // each)
+    head = 2 * 4 * sequence_length * config.vocab_size
+    return max(0, (memory_bytes - fixed) // (each + head))
     # end of answer
 
 
@@ -76,7 +82,7 @@ def train_epoch(
 
     A micro-batch is a pair of tokens and next tokens (b, s); shapes differ, and so does the number of
     targets that count (-1 does not). A step is the one on a single batch with all counted targets of
-    its micro-batches: their mean loss, its gradient clipped to norm 1, one step of the optimizer and
+    its micro-batches: the gradient of their mean loss, clipped to norm 1, one step of the optimizer and
     one of the scheduler. The memory is that of the largest micro-batch.
 
     Returns the mean loss of each step.
@@ -89,7 +95,7 @@ def train_epoch(
         optimizer.zero_grad()
         total = 0.0
         for inputs, targets in together:
-            _, loss = model(inputs, targets)
+            loss = model(inputs, targets)[1]
             loss = loss * (targets != -1).sum() / counted
             loss.backward()
             total += loss.item()

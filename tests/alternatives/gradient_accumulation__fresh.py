@@ -40,7 +40,8 @@ def largest_microbatch(config, memory_bytes, recipe, sequence_length):
     """Count up until it no longer fits."""
     states = model_state_bytes(count_parameters(config)["total"], recipe)["total"]
     b = 0
-    while states + activation_bytes(config, b + 1, sequence_length)["total"] <= memory_bytes:
+    head = 2 * 4 * sequence_length * config.vocab_size
+    while states + activation_bytes(config, b + 1, sequence_length)["total"] + (b + 1) * head <= memory_bytes:
         b += 1
     return b
 

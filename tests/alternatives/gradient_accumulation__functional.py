@@ -34,7 +34,8 @@ def largest_microbatch(config, memory_bytes, recipe, sequence_length):
 
     def fits(b):
         states = model_state_bytes(count_parameters(config)["total"], recipe)["total"]
-        return states + activation_bytes(config, b, sequence_length)["total"] <= memory_bytes
+        logits = b * sequence_length * config.vocab_size * torch.float32.itemsize
+        return states + activation_bytes(config, b, sequence_length)["total"] + 2 * logits <= memory_bytes
 
     if not fits(1):
         return 0

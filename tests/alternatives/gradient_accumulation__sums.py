@@ -41,7 +41,8 @@ class Needs:
     def __getitem__(self, batch_size):
         if batch_size == 0:
             return 0
-        return self.states + activation_bytes(self.config, batch_size, self.sequence_length)["total"]
+        kept = activation_bytes(self.config, batch_size, self.sequence_length)["total"]
+        return self.states + kept + 8 * batch_size * self.sequence_length * self.config.vocab_size
 
 
 def largest_microbatch(config, memory_bytes, recipe, sequence_length):

@@ -1,14 +1,13 @@
 """Checks of `largest_microbatch`. The judge measures real models; it does not know the formulas."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from grader.checks import Answers, Trial, check, compare_answers, exercise
+from grader.checks import Answers, Trial, check, compare_answers, exercise, kept_for_backward, whole
 from nanogpt.model import GPT, GPTConfig
 
 exercise(
@@ -16,7 +15,8 @@ exercise(
     world_sizes=(1,),
     distributed=False,
     hints=(
-        "The states do not depend on b. How much do two sequences keep, and how much more do three?",
+        "The states do not depend on b. How much do two sequences keep, and how much more do three? What do "
+        "the two tensors of the head add for each sequence?",
         "Some activations are there once, whatever b is: the positions, for one. So one sequence is not half "
         "of two. A straight line has a slope and an intercept; two calls of activation_bytes give both.",
         "(memory - states - intercept) // slope, and never below 0. Or count b up until it no longer fits.",
@@ -25,6 +25,9 @@ exercise(
 
 STATES = {"fp32": (4, 4, 8), "mixed": (2, 2, 12), "mixed_fp32_gradients": (2, 4, 12)}
 """Bytes a parameter of weights, gradients and optimizer."""
+
+
+# --- what is true ---
 
 
 @lru_cache
@@ -37,59 +40,65 @@ def num_parameters(config: GPTConfig) -> int:
 @lru_cache
 def saved_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -> int:
     """Bytes of the distinct storages that autograd keeps, measured on a real model."""
-    model = GPT(config).train()
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    tokens = torch.randint(config.vocab_size, (2, batch_size, sequence_length))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _graph = model(tokens[0].clone(), tokens[1].clone())
-    return sum(kept.values())
+    tokens, targets = torch.randint(config.vocab_size, (2, batch_size, sequence_length)).unbind()
+    return sum(size for _, size in kept_for_backward(GPT(config).train(), tokens.clone(), targets.clone()))
 
 
-def line(config: GPTConfig, sequence_length: int) -> tuple[int, int]:
-    """Measured activation bytes: what every sequence adds, and what is there once."""
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a training step when backward begins: a straight line in the batch."""
+
+    states: float
+    once: float
+    """Activations that do not depend on the batch."""
+    each: float
+    """Activations of a sequence."""
+    head: float
+    """Of a sequence, the gradients of the log-probabilities and of the logits."""
+
+    def of(self, batch_size: int) -> float:
+        """What a batch needs."""
+        return self.states + self.once + batch_size * (self.each + self.head)
+
+    def largest(self, memory_bytes: float) -> int:
+        """The largest batch that fits."""
+        return max(0, int((memory_bytes - self.states - self.once) // (self.each + self.head)))
+
+    def told(self, batch_size: int) -> str:
+        """The terms, in words."""
+        activations, head = self.once + batch_size * self.each, batch_size * self.head
+        return (
+            f"states {self.states:,}, activations {activations:,}, the head's two tensors {head:,}: "
+            f"together {self.of(batch_size):,} bytes"
+        )
+
+
+@lru_cache
+def need(config: GPTConfig, recipe: str, sequence_length: int) -> Need:
+    """What is true."""
     two, three = (saved_bytes(config, b, sequence_length) for b in (2, 3))
-    return three - two, two - 2 * (three - two)
+    each = three - two
+    head = 2 * 4 * sequence_length * config.vocab_size
+    return Need(num_parameters(config) * sum(STATES[recipe]), two - 2 * each, each, head)
 
 
-def largest(
-    config: GPTConfig,
-    memory_bytes: float,
-    recipe: str,
-    sequence_length: int,
-    states: float | None = None,
-    share: float = 1.0,
-) -> int:
-    """The answer of a measured search; with other states or another share of the activations, a slip's."""
-    each, once = (share * size for size in line(config, sequence_length))
-    states = num_parameters(config) * sum(STATES[recipe]) if states is None else states
-    return max(0, int((memory_bytes - states - once) // each))
-
-
-def needed(config: GPTConfig, batch_size: int, recipe: str, sequence_length: int) -> int:
-    """Bytes with which a batch just fits."""
-    each, once = line(config, sequence_length)
-    return num_parameters(config) * sum(STATES[recipe]) + once + each * batch_size
+def largest(config: GPTConfig, memory_bytes: float, recipe: str, sequence_length: int) -> int:
+    """The right answer."""
+    return need(config, recipe, sequence_length).largest(memory_bytes)
 
 
 # --- what is asked ---
 
 
 def draw(trial: Trial, **fixed: Any) -> GPTConfig:
-    heads = trial.integer(2, 5)
+    """A model for which the head's moment is the worst one of a step: tests hold it."""
+    heads = trial.integer(2, 4)
     sizes = {
-        "block_size": trial.integer(13, 40),
-        "vocab_size": trial.integer(13, 97),
+        "block_size": trial.integer(33, 48),
+        "vocab_size": trial.integer(150, 300),
         "n_layer": trial.integer(1, 4),
         "n_head": heads,
-        "n_embd": heads * trial.integer(3, 11),
+        "n_embd": heads * trial.integer(3, 7),
         "dropout": trial.choice([0.0, 0.1]),
         "bias": trial.choice([True, False]),
     }
@@ -98,9 +107,9 @@ def draw(trial: Trial, **fixed: Any) -> GPTConfig:
 
 def asking(trial: Trial, config: GPTConfig, recipe: str, batch_size: int, extra: Callable) -> tuple:
     """A call whose answer is near `batch_size`; `extra(each)` bytes more than that batch needs."""
-    length = trial.integer(5, config.block_size - 1)
-    memory = needed(config, batch_size, recipe, length) + extra(line(config, length)[0])
-    return config, memory, recipe, length
+    length = trial.integer(25, config.block_size - 1)
+    true = need(config, recipe, length)
+    return config, true.of(batch_size) + extra(true.each + true.head), recipe, length
 
 
 def ask(trial: Trial, calls: list[tuple]) -> Answers:
@@ -115,9 +124,9 @@ def ask_between(trial: Trial) -> Answers:
         for recipe in STATES
         for dropout in (0.0, 0.1)
     ]
-    heavy = draw(trial, n_layer=3, n_head=5, n_embd=55)  # two bytes a parameter are several sequences
-    memory = needed(heavy, 20, "mixed_fp32_gradients", 5)
-    calls += [(heavy, memory, recipe, 5) for recipe in STATES]
+    heavy = draw(trial, n_layer=3, n_head=5, n_embd=55, vocab_size=275)  # two bytes a parameter are sequences
+    memory = need(heavy, "mixed_fp32_gradients", 6).of(20)
+    calls += [(heavy, memory, recipe, 6) for recipe in STATES]
     config, memory, recipe, length = asking(trial, draw(trial), "mixed", 20, half)
     calls += [(config, memory, recipe, length), (config, memory, recipe, length - 2)]
     calls += [
@@ -153,7 +162,7 @@ def ask_none(trial: Trial) -> Answers:
 def ask_large(trial: Trial) -> Answers:
     half = lambda each: each // 2  # noqa: E731
     calls = [asking(trial, draw(trial), "mixed", trial.integer(300, 2000), half) for _ in range(3)]
-    small = draw(trial, n_layer=1, n_head=2, n_embd=6, vocab_size=300)
+    small = draw(trial, n_layer=1, n_head=2, n_embd=6, vocab_size=160)
     return ask(trial, [*calls, asking(trial, small, "fp32", trial.integer(2000, 3000), half)])
 
 
@@ -161,43 +170,82 @@ def ask_large(trial: Trial) -> Answers:
 
 
 def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str, float]:
-    each, once = line(config, length)
-    parameters, sizes = num_parameters(config), STATES[recipe]
-    right = largest(config, memory, recipe, length)
-    states = parameters * sum(sizes)
-    head = 2 * 4 * length * config.vocab_size
+    true = need(config, recipe, length)
+    weights, gradients, optimizer = (num_parameters(config) * size for size in STATES[recipe])
+    right, longest = true.largest(memory), need(config, recipe, config.block_size)
+    halves = replace(true, once=true.once / 2, each=true.each / 2)
+    is_mixed = recipe != "fp32"
+    wrong = {
+        "the head's two tensors of (b, s, v) are missing: backward makes the gradients of the "
+        "log-probabilities and of the logits first": replace(true, head=0),
+        "one tensor of (b, s, v) too few at the head: backward makes two, in fp32": replace(
+            true, head=true.head / 2
+        ),
+        "one tensor of (b, s, v) too many at the head: the logits are not kept, the log-probabilities are "
+        "an activation": replace(true, head=true.head * 1.5),
+        "activations are fp32 with the mixed recipes too: 4 bytes a number": halves if is_mixed else true,
+        "activations and the head's tensors are fp32 with the mixed recipes too: 4 bytes a number": replace(
+            halves, head=true.head / 2
+        )
+        if is_mixed
+        else true,
+        "activations are fp32: 4 bytes a number": halves,
+        "the weights alone are no model state: gradients and optimizer stay too": replace(
+            true, states=weights
+        ),
+        "the gradients are missing: a second micro-batch adds to those of the first": replace(
+            true, states=weights + optimizer
+        ),
+        "the optimizer's state is missing": replace(true, states=weights + gradients),
+        "the states are missing: weights, gradients and optimizer": replace(true, states=0),
+        "these are the states of fp32: the recipe says how many bytes a parameter has": replace(
+            true, states=16 * num_parameters(config)
+        ),
+        "the longest sequence, block_size, where sequence_length is asked": longest,
+        "activations of the longest sequence, block_size, where sequence_length is asked": replace(
+            longest, head=true.head
+        ),
+        "positions are kept once, not for every sequence: activations are not b times those of one": replace(
+            true, once=0, each=true.each + true.once
+        ),
+    }
     return {
-        "what fills the memory exactly fits, too": largest(config, memory - 1, recipe, length),
-        "activations are fp32, whatever the recipe: 4 bytes a number": largest(
-            config, memory, recipe, length, share=0.5
-        ),
-        "the weights alone are no model state: gradients and optimizer stay too": largest(
-            config, memory, recipe, length, states=parameters * sizes[0]
-        ),
-        "the states are missing: weights, gradients and optimizer": largest(
-            config, memory, recipe, length, states=0
-        ),
-        "these are the states of fp32: the recipe says how many bytes a parameter has": largest(
-            config, memory, recipe, length, states=16 * parameters
-        ),
-        "the longest sequence, block_size, where sequence_length is asked": largest(
-            config, memory, recipe, config.block_size
-        ),
-        "positions are kept once, not for every sequence: activations are not b times those of one": max(
-            0, (memory - states) // (each + once)
-        ),
-        "one too many: this is the first that does not fit": right + 1,
-        "one too few": right - 1,
-        "fewer than none": (memory - states - once) // each,
+        "what fills the memory exactly fits, too": true.largest(memory - 1),
+        **{text: need_of_slip.largest(memory) for text, need_of_slip in wrong.items()},
+        "fewer than none": (memory - true.states - true.once) // (true.each + true.head),
         "a power of two: every whole number is allowed": 2 ** (right.bit_length() - 1) if right else 0,
-        "what backward makes and nobody keeps is not in lesson 01's formulas": max(
-            0, (memory - states - once) // (each + head)
-        ),
     }
 
 
+ALWAYS_OFF_BY = {
+    1: "always one too many: this is the first that does not fit",
+    -1: "always one too few: one more fits",
+}
+
+
 def require(trial: Trial, answers: Answers, help: str) -> None:
-    compare_answers(trial, answers, slips=slips, help=help)
+    """Compare. That an answer is next to the right one is no cause, unless every answer is."""
+    values = [whole(given) for given in answers.given]
+    off = {None if value is None else value - true for value, true in zip(values, answers.true, strict=True)}
+    always = ALWAYS_OFF_BY.get(off.pop(), "") if len(off) == 1 else ""
+    cause = {always: lambda *call: largest(*call) + (1 if "many" in always else -1)} if always else {}
+    compare_answers(
+        trial,
+        answers,
+        slips=lambda *call: {**{text: of(*call) for text, of in cause.items()}, **slips(*call)},
+        help=f"{help} {terms_of_first_wrong(answers)}".strip(),
+    )
+
+
+def terms_of_first_wrong(answers: Answers) -> str:
+    """What the first wrong answer needs, term by term; or the right one, where that is larger."""
+    asked = zip(answers.calls, map(whole, answers.given), answers.true, strict=True)
+    call, value, true = next((each for each in asked if each[1] != each[2]), (None, None, None))
+    if value is None:
+        return ""
+    config, memory, recipe, length = call
+    size = max(value, true)
+    return f"For {size:,}: {need(config, recipe, length).told(size)}, where there are {memory:,}."
 
 
 # --- the checks ---
@@ -205,9 +253,10 @@ def require(trial: Trial, answers: Answers, help: str) -> None:
 
 @check("largest_microbatch")
 def agrees_with_a_measured_search(trial: Trial) -> None:
-    """States and measured activations of that many sequences fit, and of one more do not."""
+    """A training step with that many sequences fits, and with one more it does not."""
     help = (
-        "Add model_state_bytes(P, recipe)['total'] and activation_bytes(config, b, s)['total'], for a few b."
+        "Add model_state_bytes(P, recipe)['total'], activation_bytes(config, b, s)['total'] and the head's "
+        "two tensors, for a few b."
     )
     require(trial, trial.once(ask_between), help)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from grader.checks import Trial, check
 from nanogpt.model import GPTConfig
 
-from .accumulate import observe_even, observe_uneven
+from .accumulate import observe_even, observe_ragged, observe_uneven
 from .models import build
 
 CONFIGS = {
@@ -78,6 +78,27 @@ def one_microbatch_at_a_time(trial: Trial) -> None:
             most <= allowed,
             f"{case.told}: the model ran on {most} sequences at once, where a micro-batch has {allowed}",
             help="Cut the batch first; forward and backward belong into the loop.",
+        )
+
+
+@check("accumulate_gradients")
+def model_is_called_once_for_each_microbatch(trial: Trial) -> None:
+    """The model runs once for each of k micro-batches at most, and on no sequence twice."""
+    for case, result in trial.once(observe_even) + trial.once(observe_uneven) + trial.once(observe_ragged):
+        k, sizes = case.num_microbatches, result["rows"]
+        trial.require(
+            len(sizes) <= k,
+            f"{case.told}: the model ran {len(sizes)} times, on {', '.join(map(str, sizes))} sequences",
+            help=f"Cut the batch into {k}: smaller micro-batches keep the processor less busy, and a wrapper "
+            f"such as DDP waits for the {k}-th.",
+            cause="each sequence goes through the model twice: one pass gives loss and gradient"
+            if sum(sizes) == 2 * len(case.inputs)
+            else "",
+        )
+        trial.require(
+            sum(sizes) <= len(case.inputs),
+            f"{case.told}: the model ran on {sum(sizes)} sequences in all",
+            help="Micro-batches do not overlap, and one pass gives both loss and gradient.",
         )
 
 
