@@ -9,7 +9,7 @@ Brandon et al. 2023, "Striped Attention" (arXiv:2311.09431), on the work of each
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -265,6 +265,10 @@ def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
 
 
 # answer: what changes in a GPT
+Embed = Loss = Callable[[Tensor, Tensor], Tensor]
+"""`GPT.embed` and `GPT.loss`, or what another technique has put in their places."""
+
+
 class _ZigzagCore(nn.Module):
     """An attention core whose queries, keys and values are this rank's zigzag part of the sequence."""
 
@@ -276,19 +280,21 @@ class _ZigzagCore(nn.Module):
         return zigzag_ring_attention(q, k, v, self.group)
 
 
-def _embed(model: GPT, group: ProcessGroup, idx: Tensor, positions: Tensor) -> Tensor:
-    """GPT.embed of this rank's tokens, at their places in the whole sequence: (b, s) to (b, s/n, h)."""
-    return GPT.embed(model, zigzag_split(idx, group, 1), zigzag_split(positions, group, 0))
+def _embed(whole: Embed, group: ProcessGroup, idx: Tensor, positions: Tensor) -> Tensor:
+    """What the model made of tokens (b, s), of this rank's tokens: (b, s/n, h), at their places."""
+    return whole(zigzag_split(idx, group, 1), zigzag_split(positions, group, 0))
 
 
-def _loss(group: ProcessGroup, logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over the counted targets (b, s) of all ranks, from logits (b, s/n, v) of this rank's tokens.
+def _loss(mean_loss: Loss, group: ProcessGroup, logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over the counted targets (b, s) of all ranks, from the logits of this rank's tokens.
 
     Its value is the whole mean; its gradient is this rank's part of it.
     """
     own = zigzag_split(targets, group, 1)
-    total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), ignore_index=-1, reduction="sum")
-    sums = torch.stack([total.detach(), (own != -1).sum().to(total.dtype)])
+    count = (own != -1).sum()
+    own = own.masked_fill(count == 0, 0)  # a mean of nothing is NaN; of anything, it counts 0 times here
+    total = mean_loss(logits, own) * count
+    sums = torch.stack([total.detach(), count.to(total.dtype)])
     dist.all_reduce(sums, group=group)
     part = total / sums[1]
     return sums[0] / sums[1] + (part - part.detach())
@@ -328,10 +334,13 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
         ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.
     """
     # answer
+    if not hasattr(model, "transformer"):
+        raise ValueError(f"expected a GPT, got a {type(model).__name__}: cut the GPT, and wrap it last")
+    if any(isinstance(block.attn.core, _ZigzagCore) for block in model.transformer.h):
+        raise ValueError("the sequence of this GPT is cut already")
     for block in model.transformer.h:
         block.attn.core = _ZigzagCore(group)
-    model.embed = partial(_embed, model, group)
-    model.loss = partial(_loss, group)
+    model.embed, model.loss = partial(_embed, model.embed, group), partial(_loss, model.loss, group)
     model.register_forward_hook(partial(_last_logits, group))
     for parameter in model.parameters():
         if parameter.requires_grad:

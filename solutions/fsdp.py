@@ -341,6 +341,8 @@ class FullySharded(nn.Module):
         """Cut every parameter of the module, which is emptied, and hook on to its blocks."""
         # answer
         super().__init__()
+        if not hasattr(module, "transformer"):
+            raise ValueError(f"expected a GPT, got a {type(module).__name__}: shard it before it is wrapped")
         self.module = module
         self.open: list[Flat] = []  # the block whose backward is going on
         places = find_places(module)

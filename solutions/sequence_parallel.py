@@ -319,7 +319,7 @@ def _forward(
     x = model.embed(idx, positions)
     for block in model.transformer.h:
         x = block(x)
-    return model.head(x)[:, [s - 1]], None
+    return model.head(x)[:, [s - 1 - idx.size(1)]], None  # from the end: a rank may have the last alone
 
 
 # end of answer
@@ -339,10 +339,14 @@ def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
         ValueError: n_head does not divide by the number of ranks, and nothing was changed.
     """
     # answer
+    if not hasattr(model, "transformer"):
+        raise ValueError(f"expected a GPT, got a {type(model).__name__}: cut the GPT, and wrap it last")
     shard_size(model.config.n_head, group, "n_head")
     blocks, model.transformer.h = model.transformer.h, nn.ModuleList()
-    tensor_parallelize(model, group)  # the table, the loss, whole logits without targets
-    model.transformer.h = blocks
+    try:
+        tensor_parallelize(model, group)  # the table, the loss, whole logits without targets
+    finally:
+        model.transformer.h = blocks
     for block in blocks:
         sequence_parallel_block(block, group)
     table = model.transformer.wte

@@ -420,6 +420,9 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
         ValueError: n_head does not divide by the number of ranks; nothing was changed.
     """
     # answer
+    whole = hasattr(model, "transformer") and isinstance(model.transformer.wte, nn.Embedding)
+    if not whole or "loss" in vars(model):
+        raise ValueError("expected a whole GPT: cut its layers first, then its tokens, and wrap it last")
     for block in model.transformer.h:
         tensor_parallel_attention(block.attn, group)
         tensor_parallel_mlp(block.mlp, group)
