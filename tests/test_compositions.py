@@ -1,4 +1,4 @@
-"""Two techniques at once, on a mesh of 2 × 2 ranks: the gradients of one process, or a sentence that says no."""
+"""Two techniques at once, on a mesh of 2 × 2 ranks: the gradients of one process, or a sentence."""
 
 import copy
 import itertools
