@@ -23,6 +23,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -65,6 +66,11 @@ def choose() -> tuple[Path, Callable[[Path], None]]:
 
 def make_own(python: Path) -> None:
     """Make .venv with exactly the versions that are tested together."""
+    if sys.platform == "darwin" and platform.machine() == "x86_64":
+        stop(
+            f"There is no torch {packages.oldest_torch()} or newer for Intel Macs, nor for an Intel Python "
+            "on another Mac (take one for arm64). Use the course on Colab, or on a Linux machine."
+        )
     has_torch = any(OWN.glob("lib/python*/site-packages/torch/version.py"))
     require_room(ROOT, GIGABYTES["rest" if has_torch else "cpu"])
     if not works(python, over_active=False):

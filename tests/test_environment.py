@@ -233,6 +233,15 @@ def test_another_users_clone_ends_in_one_sentence(
     assert said.endswith("git clone https://github.com/scale-by-hand/scale-by-hand")
 
 
+def test_an_intel_mac_is_told_that_there_is_no_torch_for_it(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
+    said = stopped(capfd, environment.make_own, own / "bin" / "python")
+    assert said.startswith("There is no torch 2.11 or newer for Intel Macs") and "Colab" in said
+
+
 @pytest.mark.parametrize(
     ("settings", "nvidia", "answering", "expected"),
     [

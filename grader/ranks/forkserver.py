@@ -24,6 +24,7 @@ import grader.beside.measure  # noqa: F401 (the guard remembers what is there: p
 from grader.beside.tampering import Guard
 from grader.ranks.frames import send_frame
 from grader.ranks.large_pages import LargePages
+from grader.ranks.leftovers import MARK, kill_marked
 from grader.ranks.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl, supervise
 from nanogpt.turns import take_whole_turns
 
@@ -107,10 +108,12 @@ def _reap(supervisors: set[int]) -> None:
     """Collect ended children. A supervisor that ended leaves nothing; an orphan of a killed one is killed."""
     try:
         while True:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             supervisors.discard(pid)
+            if sys.platform != "linux" and os.WIFSIGNALED(status):  # there they do not become this one's
+                kill_marked(os.environ[MARK], [p.pid for p in psutil.Process().children(recursive=True)])
             for child in psutil.Process().children():
                 if child.pid not in supervisors:
                     child.kill()

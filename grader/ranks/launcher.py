@@ -24,6 +24,8 @@ from grader.ranks.recording import Event, revive
 
 TOKEN_BYTES = 32
 START_SECONDS = 120
+FORKS_ON_MACOS = {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES", "VECLIB_MAXIMUM_THREADS": "1"}
+"""Read there alone: a process that has loaded the system's frameworks may fork, and BLAS has no threads."""
 FORK_SERVER = "import gc; gc.disable(); from grader.ranks.forkserver import main; main()"
 """Imports make much and free little: collecting garbage meanwhile takes most of a second."""
 
@@ -212,6 +214,7 @@ class Launcher:
                 "OMP_NUM_THREADS": "1",
                 "MPLBACKEND": "Agg",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
+                **FORKS_ON_MACOS,
                 MARK: self._mark,
             },
             cwd=ROOT,
@@ -239,7 +242,7 @@ class Launcher:
         if self._server is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(2)  # it leaves nothing behind when it ends by itself
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says that of ended ones
                 os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
             if not self._shut_in:

@@ -15,11 +15,12 @@ TRACKER = "multiprocessing.resource_tracker"
 TRACKER_SECONDS = 1.0
 
 
-def kill_marked(mark: str) -> None:
-    """Kill every process that was started below the launcher of this mark."""
+def kill_marked(mark: str, kept: Iterable[int] = ()) -> None:
+    """Kill every process that was started below the launcher of this mark, except this one and those kept."""
+    spared = {os.getpid(), *kept}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+            if process.pid not in spared and process.environ().get(MARK) == mark:
                 process.kill()
 
 

@@ -166,7 +166,7 @@ class _Run:
     def _tell_all(self, number: int) -> None:
         """Send a signal to every rank and what it has started; one that has ended is noticed elsewhere."""
         for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the second is macOS's word
                 os.killpg(rank.pid, number)
 
     def _read_what_is_left(self) -> None:
@@ -317,7 +317,7 @@ class _Run:
                 with process.oneshot():
                     if process.pid not in answered:
                         self.cpu[process.pid] = _cpu_seconds(process)
-                        runnable |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+                        runnable |= _could_run(process)
                     rss += max(process.memory_info().rss - self.base_rss, 0)
             except psutil.Error:
                 continue
@@ -426,9 +426,17 @@ def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:
     """Of the main thread and of the others; where the system does not tell, all is the main thread's."""
     times = process.cpu_times()
     total = times.user + times.system
-    threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
-    main = threads.get(process.pid, total)
-    return main, total - main
+    with contextlib.suppress(psutil.AccessDenied):  # macOS tells nobody but root
+        threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+        main = threads.get(process.pid, total)
+        return main, total - main
+    return total, 0.0
+
+
+def _could_run(process: psutil.Process) -> bool:
+    """Whether a process runs, or waits for a core or a disk; only Linux tells it from one that sleeps."""
+    waits = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+    return sys.platform == "linux" and process.status() in waits
 
 
 def _kill(process: psutil.Process) -> None:
