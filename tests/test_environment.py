@@ -373,3 +373,16 @@ print(infra.__path__[0])
     lines = done.stdout.splitlines()
     assert f"pip --quiet --no-deps -e {tmp_path}/course" in lines
     assert lines[-1] == f"{tmp_path}/course/infra"
+
+
+def test_a_clone_that_fails_or_was_cut_short_is_no_course(tmp_path: Path) -> None:
+    cell = notebooks.COLAB_CELL.format(url=(tmp_path / "nothing").as_uri(), folder="course")
+    (tmp_path / "course.part" / "infra").mkdir(parents=True)
+    program = f"""
+import sys, types
+sys.modules["google.colab"] = types.ModuleType("google.colab")
+exec({cell.replace("/content", str(tmp_path))!r}, {{}})
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert "nothing could not be fetched: is it public, and is there a network?" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -20,12 +20,17 @@ import sys
 
 if "google.colab" in sys.modules:
     import pathlib
+    import shutil
     import subprocess
 
-    address, course = "{url}", "/content/{folder}"
-    if not pathlib.Path(course).exists():
-        subprocess.run(["git", "clone", "--quiet", "--depth=1", address, course], check=True)
-    sys.path.insert(0, course)
+    address, course = "{url}", pathlib.Path("/content/{folder}")
+    if not course.exists():
+        part = course.with_suffix(".part")  # what was cut short last time is no course
+        shutil.rmtree(part, ignore_errors=True)
+        if subprocess.run(["git", "clone", "--quiet", "--depth=1", address, part]).returncode:
+            raise RuntimeError(f"{{address}} could not be fetched: is it public, and is there a network?")
+        part.rename(course)
+    sys.path.insert(0, str(course))
     from infra.colab.install import install
 
     install()"""

@@ -10,12 +10,16 @@ done
 python=$(python3 -m infra.environment)
 "$python" - <<'PYTHON'
 import shutil
+from pathlib import Path
 
 import torch
 
-free = shutil.disk_usage("/dev/shm").free / 2**30
+from nanogpt.cores import usable_cores
+
+shared = Path("/dev/shm")
+free = shutil.disk_usage(shared).free / 2**30 if shared.is_dir() else 0.0
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-print(f"torch {torch.__version__}, {len(gpus)} GPUs, {free:.1f} GiB free in /dev/shm")
+print(f"torch {torch.__version__}, {len(gpus)} GPUs, {usable_cores()} cores, {free:.1f} GiB free in /dev/shm")
 for index, gpu in enumerate(gpus):
     print(f"  GPU {index}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")
 if len(gpus) < 2:
