@@ -154,3 +154,33 @@ def test_resized_storages_count_as_what_they_are() -> None:
     recording = on_ranks(resized, ranks=1, distributed=False).ranks[0].result["recording"]
     assert [recording.alive(mark) for mark in ("freed", "both", "end")] == [200, 200, 800]
     assert recording.peak_bytes == 1000
+
+
+def handles(rank):
+    """Messages of which all, or all but one, are waited for."""
+    other, x = 1 - rank.rank, torch.ones(4)
+    with rank.record() as recording:
+        for name in ("blocking", "all", "in a batch", "forgotten"):
+            recording.mark(name)
+            if name == "blocking":
+                dist.send(x, other) if rank.rank else dist.recv(torch.zeros(4), other)
+                continue
+            outgoing, incoming = x.clone(), torch.zeros(4)
+            if name == "in a batch":
+                pair = [dist.P2POp(dist.isend, outgoing, other), dist.P2POp(dist.irecv, incoming, other)]
+                works = dist.batch_isend_irecv(pair)
+            else:
+                works = [dist.isend(outgoing, other), dist.irecv(incoming, other)]
+            works[1].wait()
+            if name != "forgotten":
+                works[0].wait()
+    dist.barrier()  # the forgotten message's tensor is still there
+    return {"recording": recording}
+
+
+def test_a_handle_that_nobody_waits_for_is_seen() -> None:
+    for rank in on_ranks(handles).ranks:
+        recording: Recording = rank.result["recording"]
+        asked = {name: recording.waits(name) for name in recording.totals if name}
+        assert asked == {"blocking": 1, "all": 2, "in a batch": 2, "forgotten": 1}
+        assert recording.count(after="forgotten") == 2

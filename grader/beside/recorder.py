@@ -134,6 +134,11 @@ class Recorder(TorchDispatchMode):
         if self._window is not None:
             self._window.add(event)
 
+    def saw_wait(self) -> None:
+        """Count that somebody asked a handle, such as `isend` returns, for its end."""
+        if self._window is not None:
+            self._window.saw_wait()
+
     def _event(self, func: Any, args: Any, kwargs: Any) -> Event | None:
         name = func._opname
         if func.namespace == "c10d" and name in _C10D:
@@ -230,6 +235,9 @@ class Window:
 
     def add(self, event: Event) -> None:
         self._recording.events.append(event)
+
+    def saw_wait(self) -> None:
+        self._recording.totals[self.mark_name].waits += 1
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, event: Event | None, index: int) -> None:
         """Count one operation that has just run."""
@@ -331,3 +339,22 @@ def watch_backends(present: Callable[[], Recorder]) -> None:
 
     for name, kind in _BACKEND_METHODS.items():
         setattr(backend, name, watched(name, kind))
+
+
+def watch_handles(present: Callable[[], Recorder]) -> None:
+    """Count how often a handle is asked for its end: one that nobody asks is a bug, and leaves no trace.
+
+    Once in a process; `present` gives the recorder of the run that goes on.
+    """
+
+    def watched(name: str) -> Callable[..., Any]:
+        original = getattr(dist.Work, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            present().saw_wait()
+            return original(self, *args, **kwargs)
+
+        return call
+
+    for name in ("wait", "synchronize", "is_completed", "get_future"):
+        setattr(dist.Work, name, watched(name))

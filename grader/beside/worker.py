@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from grader.beside.loading import LENT, LoadError, error_text, load_submission
-from grader.beside.recorder import Recorder, Window, watch_backends
+from grader.beside.recorder import Recorder, Window, watch_backends, watch_handles
 from grader.beside.tampering import Guard, RefusedError
 from grader.beside.unseen import calls_made, unseen
 from grader.ranks import plain
@@ -44,6 +44,7 @@ class Rank:
         num_ranks: int,
         device: torch.device,
         recorder: Recorder,
+        run: int,
     ) -> None:
         self.submission = submission
         self.group = group
@@ -51,10 +52,24 @@ class Rank:
         self.num_ranks = num_ranks
         self.device = device
         self._recorder = recorder
+        self._run = run
 
     def record(self, **options: Any) -> AbstractContextManager[Window]:
         """Record a stretch (see `Recorder.record`); the recording can be returned as it is."""
         return self._recorder.record(**options)
+
+    def tell(self, note: str) -> None:
+        """Leave a note for the other ranks of this run, beside the messages that are judged."""
+        dist.distributed_c10d._get_default_store().set(f"run {self._run}: {note}", "")
+
+    def hears(self, notes: Sequence[str], seconds: float) -> bool:
+        """Whether all these notes are left within so many seconds, or have been."""
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            store.wait([f"run {self._run}: {note}" for note in notes], timedelta(seconds=seconds))
+        except RuntimeError:  # the time is over
+            return False
+        return True
 
     def seed(self, number: int) -> None:
         """Seed torch's random numbers."""
@@ -96,11 +111,12 @@ def run_worker(
         answer(b"X", dumps({"type": "MachineError", "message": message, "machine": True}).encode())
         receive_frame(connection)
         return
-    recorders: list[Recorder] = []  # of the run that goes on
-    watch_backends(lambda: recorders[-1])
+    current = SimpleNamespace(recorder=None, number=0)  # the run that goes on
+    watch_backends(lambda: current.recorder)
+    watch_handles(lambda: current.recorder)
     while True:
         try:
-            answer(b"R", _work(connection, world_rank, header, order, device, group, guard, recorders))
+            answer(b"R", _work(connection, world_rank, header, order, device, group, guard, current))
         except BaseException as error:
             answer(b"X", dumps(_describe(error)).encode())
         order = plain.decode(receive_frame(connection)[1])
@@ -124,7 +140,7 @@ def _work(
     device: torch.device,
     group: Any,
     guard: Guard,
-    recorders: list[Recorder],
+    current: SimpleNamespace,
 ) -> bytes:
     torch.set_num_threads(1)
     is_learner = _learner_code(order)
@@ -133,7 +149,8 @@ def _work(
         send_frame(connection, b"E", dumps(asdict(event)).encode())
 
     recorder = Recorder(on_event, is_learner, order["delay_seed"])
-    recorders[:] = [recorder]
+    current.recorder = recorder
+    current.number += 1
     _seed(order["seed"], device)
     members = header["group"]
     guarded = order["guarded"]
@@ -145,7 +162,9 @@ def _work(
     try:
         submission = load_submission(order)
         probe = pickle.loads(order["probe"]) if order["probe"] else _call_function
-        rank = Rank(submission, group, members.index(world_rank), len(members), device, recorder)
+        rank = Rank(
+            submission, group, members.index(world_rank), len(members), device, recorder, current.number
+        )
         arguments = _to_device(order["arguments"], device)
         with recorder:
             result = plain.encode(probe(rank, *arguments))

@@ -84,6 +84,8 @@ class Totals:
     flops: int = 0
     last_compute: int = -1
     """Index of the last matrix multiply; -1 for none."""
+    waits: int = 0
+    """How often a handle of a message or collective was asked for its end; a blocking call asks once."""
 
 
 @dataclass
@@ -140,6 +142,10 @@ class Recording:
     def last_compute(self, after: str | None = None) -> int:
         """Index of the last matrix multiply of a stretch, -1 for none; compare with `Event.index`."""
         return max((t.last_compute for name, t in self.totals.items() if after in (None, name)), default=-1)
+
+    def waits(self, after: str | None = None) -> int:
+        """How often a handle was waited for. On gloo each message and collective has one handle."""
+        return sum(totals.waits for name, totals in self.totals.items() if after in (None, name))
 
     def alive(self, mark: str) -> int:
         """Bytes of storages made while recording that were still there at a mark, or at the "end"."""

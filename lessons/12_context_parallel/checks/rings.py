@@ -3,11 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grader.checks import Trial, is_close
@@ -25,8 +23,9 @@ from .shared import (
     zigzag_positions,
 )
 
-PATIENCE = timedelta(seconds=2)
-"""How long rank 0 holds back its messages; a rank that does not wait for them computes its block at once."""
+BEGINNING, PATIENCE = 60.0, 2.0
+"""Seconds that rank 0 waits for the others to begin, and then holds back its messages: a rank that does not
+wait for them computes its block at once."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +47,13 @@ PLAIN = Kind("ring_attention", plain_positions, 1)
 ZIGZAG = Kind("zigzag_ring_attention", zigzag_positions, 2)
 
 
-def store() -> dist.Store:
-    """Where the ranks leave each other notes beside the messages that are judged."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def hold_back(rank) -> bool:
     """On rank 0, before it starts: whether every other rank computes a block without a message from it."""
     others = range(1, rank.num_ranks)
     if not others or rank.device.type != "cpu":
         return True  # NCCL's first message connects the ranks, and waits for all of them
-    store().wait([f"rank {r} begins" for r in others])
-    try:
-        store().wait([f"rank {r} computes" for r in others], PATIENCE)
-    except RuntimeError:  # the time is over
-        return False
-    return True
+    rank.hears([f"rank {r} begins" for r in others], BEGINNING)
+    return rank.hears([f"rank {r} computes" for r in others], PATIENCE)
 
 
 def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
@@ -71,9 +61,9 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = [x.detach().clone() for x in (q, k, v, upstream)]
     parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
-    store().set(f"rank {rank.rank} begins", "yes")
+    rank.tell(f"rank {rank.rank} begins")
     others_computed = rank.rank > 0 or hold_back(rank)
-    watch = Watch(length, at_first_product=lambda: store().set(f"rank {rank.rank} computes", "yes"))
+    watch = Watch(length, at_first_product=lambda: rank.tell(f"rank {rank.rank} computes"))
     with rank.record(memory=True) as recording, watch:
         out = getattr(rank.submission, name)(*parts, rank.group)
         settle()
