@@ -19,6 +19,8 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> None:
 
     Down a binomial tree: in each round every rank that has the tensor sends it to one that has not.
     n - 1 messages in all, ceil(log2 n) rounds, and at most ceil(log2 n) messages from any rank.
+    Any shape and dtype, bit for bit. The tensor need not be contiguous, nor lie in memory as it does on
+    other ranks. Made of messages between two ranks alone, each of them over when the function returns.
     """
     # answer
     n, rank = group.size(), group.rank()
@@ -63,9 +65,10 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, of which rank r returns chunk r: any shape to (ceil(numel/n),).
 
     The tensor is flattened and cut into n chunks, the last ones padded with zeros, or shorter: all shards,
-    joined and cut to size, are the flattened sum. In each of n - 1 steps a rank sends one partial sum to its
-    neighbour, so it sends (n-1)/n of the tensor's bytes.
-    The input is not changed.
+    joined and cut to size, are the flattened sum, in the tensor's dtype. In each of n - 1 steps a rank sends
+    one partial sum to a neighbour in the ring, so it sends (n-1)/n of the tensor's bytes.
+    The input is not changed. It need not be contiguous, nor lie in memory as it does on other ranks.
+    Made of messages between two ranks alone, each of them over when the function returns.
     """
     # answer
     n, rank = group.size(), group.rank()
@@ -83,8 +86,10 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     """The shards of all ranks, joined along dim 0 in the order of ranks: (m, ...) to (n·m, ...).
 
-    All shards have the same shape. In each of n - 1 steps a rank sends one shard to its neighbour, so
-    it sends (n-1)/n of the result's bytes. The input is not changed.
+    All shards have the same shape and dtype, any. In each of n - 1 steps a rank sends one shard to a
+    neighbour in the ring, so it sends (n-1)/n of the result's bytes. The input is not changed. It need not
+    be contiguous, nor lie in memory as it does on other ranks.
+    Made of messages between two ranks alone, each of them over when the function returns.
     """
     # answer
     n, rank = group.size(), group.rank()
@@ -97,9 +102,11 @@ def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
-    """Replace the tensor by the sum of all ranks' tensors, in place; any shape and size.
+    """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size, in its dtype.
 
-    A reduce-scatter, then an all-gather: 2(n-1) steps, 2(n-1)/n of the tensor's bytes from each rank.
+    A reduce-scatter, then an all-gather: 2(n-1) steps, in which each rank sends 2(n-1)/n of the tensor's
+    bytes to a neighbour in the ring. The tensor need not be contiguous, nor lie in memory as it does on
+    other ranks. Made of messages between two ranks alone, each of them over when the function returns.
     """
     # answer
     shard = ring_reduce_scatter(tensor, group)
@@ -108,17 +115,29 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
     # end of answer
 
 
-def collective_time(kind: str, num_bytes: float, num_ranks: int, latency: float, bandwidth: float) -> float:
-    """Seconds that a collective takes when a step costs `latency` + bytes of the step / `bandwidth`.
+def collective_time(
+    kind: str,
+    num_bytes: float,
+    num_ranks: int,
+    latency: float,
+    bandwidth: float,
+    seconds_per_byte: float = 0.0,
+) -> float:
+    """Seconds that a collective takes, from its steps and from the bytes that a rank receives in each.
+
+    A step of m bytes takes `latency` + m / `bandwidth` + m · `seconds_per_byte`.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 3, where these are alpha, 1/beta and gamma.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter" (rings), "broadcast" (a binomial tree, the
             whole tensor in each step) or "all_to_all" (n - 1 exchanges).
         num_bytes: S, of the whole tensor: the gathered one for all_gather, the input of reduce_scatter,
             one rank's whole buffer for all_to_all.
-        num_ranks: n. One rank takes no time.
+        num_ranks: n; one rank takes no time.
         latency: seconds of a step that do not depend on its bytes.
         bandwidth: bytes a second that a rank can send, while it receives as many.
+        seconds_per_byte: what a received byte costs on its way to its place: the reductions add it to
+            what is there, and all kinds copy it.
 
     Raises:
         ValueError: another kind.
@@ -136,7 +155,7 @@ def collective_time(kind: str, num_bytes: float, num_ranks: int, latency: float,
         raise ValueError(
             f"no collective {kind!r}: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all"
         )
-    return steps * (latency + step_bytes / bandwidth)
+    return steps * (latency + step_bytes / bandwidth + step_bytes * seconds_per_byte)
     # end of answer
 
 
@@ -145,10 +164,11 @@ def relay_microbatches(
 ) -> list[Tensor]:
     """This rank's part of a pipeline: rank r applies its layer to what rank r - 1 made of each input.
 
-    Every rank is given as many inputs, of one shape, which no layer changes: a layer may return its
-    input, or a view of it. The numbers that count are those of rank 0. An output leaves for the next
-    rank as soon as it is computed. The last rank returns the outputs in order, the others an empty
-    list. When it returns, all messages have left.
+    Every rank is given as many inputs, of one shape; the numbers that count are those of rank 0. A layer
+    does not change its input, but may return it, or a view of it. An output leaves for the next rank as
+    soon as it is computed, and while it travels the next one is computed, however late its receiver is.
+    The last rank returns the outputs in order, the others an empty list. The inputs are not changed. Made
+    of messages between two ranks alone, each of them over when the function returns.
     """
     # answer
     rank, last = group.rank(), group.size() - 1

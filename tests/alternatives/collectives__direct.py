@@ -89,16 +89,20 @@ def ring_all_reduce(tensor, group):
 
 
 def relay_microbatches(layer, inputs, group):
-    """Blocking sends: nothing is overwritten, and a rank computes while the next one does."""
+    """The next input is received while this one is computed; an output is kept until it has left."""
     rank, last = group.rank(), group.size() - 1
-    outputs = []
-    for x in inputs:
-        if rank > 0:
-            x = torch.empty_like(x)
-            dist.recv(x, group=group, group_src=rank - 1)
+    outputs, leaving = [], []
+    received = [torch.empty_like(x) for x in inputs] if rank else inputs
+    coming = [dist.irecv(x, group=group, group_src=rank - 1) for x in received[:1]] if rank else []
+    for i, x in enumerate(received):
+        if rank:
+            coming.pop().wait()
+            coming = [dist.irecv(y, group=group, group_src=rank - 1) for y in received[i + 1 : i + 2]]
         x = layer(x)
         if rank < last:
-            dist.send(x, group=group, group_dst=rank + 1)
+            leaving.append((x, dist.isend(x, group=group, group_dst=rank + 1)))
         else:
             outputs.append(x)
+    while leaving:
+        leaving.pop(0)[1].wait()
     return outputs

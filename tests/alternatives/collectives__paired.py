@@ -75,7 +75,7 @@ def ring_all_reduce(tensor, group):
     return tensor
 
 
-def collective_time(kind, num_bytes, num_ranks, latency, bandwidth):
+def collective_time(kind, num_bytes, num_ranks, latency, bandwidth, seconds_per_byte=0.0):
     n = num_ranks
     hops = {
         "all_gather": (n - 1, (n - 1) / n),
@@ -87,7 +87,7 @@ def collective_time(kind, num_bytes, num_ranks, latency, bandwidth):
     if kind not in hops:
         raise ValueError(kind)
     steps, share = hops[kind]
-    return steps * latency + share * num_bytes / bandwidth
+    return steps * latency + share * num_bytes * (1 / bandwidth + seconds_per_byte)
 
 
 def relay_microbatches(layer, inputs, group):

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .cases import SPACED, TRANSPOSED, ask, draw, dtypes, require_tensors, require_untouched
-from .traffic import require_messages_alone, require_neighbours, require_ring_bytes
+from .cases import ask, draw, dtypes, layouts, require_tensors, require_untouched
+from .contents import owners, require_close
+from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
     "ring_all_gather",
@@ -33,8 +34,7 @@ def observe_shapes(trial: Trial) -> SimpleNamespace:
 
 
 def observe_layouts(trial: Trial) -> SimpleNamespace:
-    cases = [draw(trial, 3, 5, layout=TRANSPOSED), draw(trial, 4, 3, layout=SPACED)]
-    return ask(trial, "ring_all_gather", cases)
+    return ask(trial, "ring_all_gather", layouts(trial))
 
 
 def observe_slow(trial: Trial) -> SimpleNamespace:
@@ -46,16 +46,29 @@ def require_gathered(
 ) -> None:
     """Every rank has the shards joined along dim 0."""
     n = trial.num_ranks
-    for case, answers in zip(seen.cases, seen.answers, strict=True):
+    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers)
+        gathered = [answer["returned"] for answer in answers]
 
         def joined(order: list[int], values: list[Tensor] = case.values) -> Tensor:
             return torch.cat([values[i % n] for i in order])
 
+        def told(rank: int, gathered: list = gathered, values: list[Tensor] = case.values) -> str:
+            standing = owners(gathered[rank].tensor_split(n), values)
+            told = ", ".join(map(str, standing))
+            return "" if None in standing else f"on rank {rank} stand the shards of ranks {told}"
+
+        way = direction(seen.recordings, i)
         alternatives = {
             "this rank's own shard, n times": [joined([r] * n) for r in range(n)],
+            "every other place holds the shard that came last: one buffer for all rounds stands in all of "
+            "them": [joined([r + way if s != r else r for s in range(n)]) for r in range(n)],
+            "every other place holds the neighbour's shard: in each step a rank sends its own shard again, "
+            "not the one that has just come": [
+                joined([r - way if s != r else r for s in range(n)]) for r in range(n)
+            ],
             "the shards in the order in which they came, own shard first: rank 0's belongs first": [
                 joined([r - s for s in range(n)]) for r in range(n)
             ],
@@ -66,13 +79,17 @@ def require_gathered(
             "each shard stands one place too far": joined([s - 1 for s in range(n)]),
             "each shard stands one place too early": joined([s + 1 for s in range(n)]),
         }
-        trial.close(
+        require_close(
+            trial,
+            seen,
+            i,
             f"what was gathered of {case}",
-            [answer["returned"] for answer in answers],
+            gathered,
             joined(list(range(n))),
             alternatives=alternatives,
             rtol=0.0,
             help=help or "Which rank made the shard that arrives in step s? It belongs in that rank's place.",
+            contents=told,
         )
 
 
@@ -135,3 +152,9 @@ def only_neighbours_talk(trial: Trial) -> None:
 def each_rank_sends_its_share_of_the_bytes(trial: Trial) -> None:
     """A rank sends n - 1 shards: (n-1)/n of the gathered tensor's bytes."""
     require_ring_bytes(trial, trial.once(observe_plain), rounds=1, gathered=True)
+
+
+@check("ring_all_gather")
+def every_message_is_waited_for(trial: Trial) -> None:
+    """Every isend and irecv is over when the call returns."""
+    require_waits(trial, trial.once(observe_plain))

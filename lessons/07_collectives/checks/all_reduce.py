@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, exercise, is_close
 
 from .cases import (
     Case,
@@ -18,7 +18,8 @@ from .cases import (
     require_tensors,
     sizes,
 )
-from .traffic import require_messages_alone, require_neighbours, require_ring_bytes
+from .contents import chunk_told, require_close
+from .traffic import require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
     "ring_all_reduce",
@@ -76,6 +77,19 @@ def slips(case: Case) -> dict[str, Tensor | list[Tensor]]:
     }
 
 
+def chunks_told(case: Case, found: Tensor, rank: int) -> str:
+    """What a rank's wrong chunks hold; "" where one of them can not be told."""
+    chunks = [value.flatten().split(case.chunk_size) for value in case.values]
+    parts, total = list(zip(*chunks, strict=True)), case.total.flatten().split(case.chunk_size)
+    if len(parts) != len(case.values):
+        return ""
+    pieces = enumerate(found.flatten().split(case.chunk_size))
+    held = {c: chunk_told(piece, c, parts) for c, piece in pieces if not is_close(piece, total[c])}
+    if not all(held.values()):
+        return ""
+    return f"rank {rank} has " + ", ".join(f"as chunk {c} {told}" for c, told in held.items())
+
+
 def _with_sums(value: Tensor, total: Tensor, start: int, end: int) -> Tensor:
     """One rank's own tensor, with the sums in the elements from start to end."""
     mixed = value.flatten().clone()
@@ -89,16 +103,21 @@ def _cut(chunks: Tensor, like: Tensor) -> Tensor:
 
 def require_sums(trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None) -> None:
     """Every rank's tensor holds the sum."""
-    for case, answers in zip(seen.cases, seen.answers, strict=True):
+    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers, "tensor")
-        trial.close(
+        found = [answer["tensor"] for answer in answers]
+        require_close(
+            trial,
+            seen,
+            i,
             f"the tensor ({case}) after the call",
-            [answer["tensor"] for answer in answers],
+            found,
             case.total,
             alternatives=slips(case),
             help=help or "A reduce-scatter, then an all-gather of its shards, written into the tensor.",
+            contents=lambda rank, case=case, found=found: chunks_told(case, found[rank], rank),
         )
         require_in_place(trial, case, answers, case.total)
 
@@ -161,3 +180,9 @@ def each_rank_sends_its_share_of_the_bytes(trial: Trial) -> None:
     """A rank sends 2(n-1)/n of the tensor's bytes, chunks rounded up."""
     for observe in (observe_even, observe_odd):
         require_ring_bytes(trial, trial.once(observe), rounds=2)
+
+
+@check("ring_all_reduce")
+def every_message_is_waited_for(trial: Trial) -> None:
+    """Every isend and irecv is over when the call returns."""
+    require_waits(trial, trial.once(observe_even))

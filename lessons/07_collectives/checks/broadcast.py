@@ -8,7 +8,8 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 
 from .cases import Case, ask, draw, dtypes, layouts, require_between, require_in_place, sizes
-from .traffic import SMALL, require_messages_alone, sends
+from .contents import require_close
+from .traffic import SMALL, require_messages_alone, require_waits, sends
 
 exercise(
     "broadcast",
@@ -54,7 +55,7 @@ def require_the_sources(
     trial: Trial, seen: SimpleNamespace, help: str, of: torch.dtype | None = None
 ) -> None:
     """Every rank's tensor holds what the source's did."""
-    for case, answers in zip(seen.cases, seen.answers, strict=True):
+    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.values[0].dtype):
             continue
         expected = case.values[case.source]
@@ -67,8 +68,14 @@ def require_the_sources(
                 if r != case.source
             },
             "these are sums over the ranks, not one rank's tensor": case.total,
+            "it went through float32, in which whole numbers above 2^24 and float64 lose their last digits": (
+                expected.float().to(expected.dtype)
+            ),
         }
-        trial.close(
+        require_close(
+            trial,
+            seen,
+            i,
             f"the tensor ({case}) after the call",
             [answer["tensor"] for answer in answers],
             expected,
@@ -129,6 +136,12 @@ def only_messages_are_used(trial: Trial) -> None:
     """It is made of isend and irecv: no collective of torch.distributed is called."""
     for observe in (observe_sources, observe_sizes):
         require_messages_alone(trial, trial.once(observe))
+
+
+@check("broadcast", world_sizes=FEW)
+def every_message_is_waited_for(trial: Trial) -> None:
+    """Every isend and irecv is over when the call returns."""
+    require_waits(trial, trial.once(observe_sources))
 
 
 @check("broadcast")

@@ -12,6 +12,7 @@ from torch import Tensor
 from grader.checks import Trial
 
 PLAIN, TRANSPOSED, SPACED = "", "transposed", "every other element"
+MIXED = "transposed, but on rank 0"
 FILL = 77  # what stands between the elements of a spaced tensor
 LATE = 0.15  # seconds: the others have passed three delays by then
 
@@ -22,6 +23,7 @@ class Case:
 
     values: list[Tensor]
     layout: str = PLAIN
+    """How it lies in memory; with MIXED, contiguous on rank 0 and transposed on the others."""
     source: int | None = None
     """For a broadcast: the rank that has the tensor."""
 
@@ -93,14 +95,18 @@ def dtypes(trial: Trial, *kinds: torch.dtype) -> list[Case]:
 
 
 def layouts(trial: Trial) -> list[Case]:
-    """Tensors that do not lie in one piece."""
+    """Tensors that do not lie in one piece, or not in the same order on all ranks."""
     n = trial.num_ranks
-    return [draw(trial, n + 2, 5, layout=TRANSPOSED), draw(trial, 4, 2 * n + 1, layout=SPACED)]
+    return [
+        draw(trial, n + 2, 5, layout=TRANSPOSED),
+        draw(trial, 4, 2 * n + 1, layout=SPACED),
+        draw(trial, n + 1, 6, layout=MIXED),
+    ]
 
 
-def lay_out(values: Tensor, layout: str) -> tuple[Tensor, Tensor | None]:
+def lay_out(values: Tensor, layout: str, rank: int) -> tuple[Tensor, Tensor | None]:
     """The same values in another layout, and what lies between them."""
-    if layout == TRANSPOSED:
+    if layout == TRANSPOSED or (layout == MIXED and rank > 0):
         return values.transpose(0, -1).contiguous().transpose(0, -1), None
     if layout == SPACED:
         wide = torch.full((*values.shape, 2), FILL, dtype=values.dtype, device=values.device)
@@ -125,7 +131,7 @@ def call(
     answers = []
     with rank.record() as recording:
         for i, (value, layout, source) in enumerate(zip(values, layouts, sources, strict=True)):
-            tensor, between = lay_out(value, layout)
+            tensor, between = lay_out(value, layout, rank.rank)
             memory = tensor.detach()  # a view of its own, which stays where it is
             arguments = [tensor] if source is None else [tensor, source]
             recording.mark(f"{i}")
@@ -143,7 +149,7 @@ def call(
                     "between": between,
                 }
             )
-    return {"answers": answers, "recording": recording}
+    return {"answers": answers, "recording": recording, "device": rank.device.type}
 
 
 def ask(trial: Trial, name: str, cases: Sequence[Case], delays: bool = False) -> SimpleNamespace:
@@ -160,7 +166,10 @@ def ask(trial: Trial, name: str, cases: Sequence[Case], delays: bool = False) ->
     )
     answers = [[result["answers"][i] for result in results] for i in range(len(cases))]
     return SimpleNamespace(
-        cases=list(cases), answers=answers, recordings=[result["recording"] for result in results]
+        cases=list(cases),
+        answers=answers,
+        recordings=[result["recording"] for result in results],
+        device=results[0]["device"],
     )
 
 

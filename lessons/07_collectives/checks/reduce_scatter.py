@@ -9,7 +9,8 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 
 from .cases import Case, ask, draw, dtypes, layouts, require_tensors, require_untouched, sizes
-from .traffic import require_messages_alone, require_neighbours, require_ring_bytes
+from .contents import chunk_told, require_close
+from .traffic import require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
     "ring_reduce_scatter",
@@ -78,20 +79,30 @@ def require_shards(
     trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None
 ) -> None:
     """The shards, joined and cut to size, are the flattened sum: padded or with a short last chunk."""
-    for case, answers in zip(seen.cases, seen.answers, strict=True):
+    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers)
         require_chunks(trial, case, answers)
         lengths = [answer["returned"].numel() for answer in answers]
-        shards = [answer["returned"] for answer in answers]
         expected = pieces(case, [case.total] * trial.num_ranks, lengths)
-        trial.close(
+        shards = [a["returned"][: len(e)] for a, e in zip(answers, expected, strict=True)]
+        chunks = [[value.flatten()[c * n :][:n] for value in case.values] for c, n in enumerate(lengths)]
+
+        def told(rank: int, shards: list = shards, chunks: list = chunks) -> str:
+            held = chunk_told(shards[rank], rank, chunks)
+            return f"rank {rank} has {held}" if held else ""
+
+        require_close(
+            trial,
+            seen,
+            i,
             f"the shard of {case}",
-            [shard[: len(e)] for shard, e in zip(shards, expected, strict=True)],
+            shards,
             expected,
             alternatives=slips(case, lengths),
             help=help or "Rank r returns chunk r: which chunk is complete on this rank after n - 1 steps?",
+            contents=told,
         )
 
 
@@ -181,3 +192,9 @@ def each_rank_sends_its_share_of_the_bytes(trial: Trial) -> None:
     """A rank sends (n-1)/n of the tensor's bytes, chunks rounded up."""
     for observe in (observe_even, observe_odd):
         require_ring_bytes(trial, trial.once(observe), rounds=1)
+
+
+@check("ring_reduce_scatter")
+def every_message_is_waited_for(trial: Trial) -> None:
+    """Every isend and irecv is over when the call returns."""
+    require_waits(trial, trial.once(observe_even))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .traffic import SMALL, require_messages_alone
+from .contents import require_close
+from .traffic import SMALL, require_messages_alone, unwaited
 
 exercise(
     "relay_microbatches",
@@ -22,6 +23,7 @@ exercise(
     ),
 )
 PAUSE = 0.015  # seconds that a slow layer takes
+PATIENCE = 1.5  # seconds until a rank counts as waiting
 
 
 def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) -> dict[str, Any]:
@@ -48,6 +50,7 @@ def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) 
         "inputs": given,
         "calls": len(calls),
         "recording": recording,
+        "device": rank.device.type,
     }
 
 
@@ -70,11 +73,13 @@ def observe_relay(
         if weight is not None:
             stages.append([torch.tanh(x.double() @ weight.double()) for x in stages[-1]])
     expected = [x.float() for x in stages[-1]]
-    return SimpleNamespace(inputs=inputs, results=results, expected=expected, recordings=_recordings(results))
-
-
-def _recordings(results: list[dict]) -> list[Any]:
-    return [result["recording"] for result in results]
+    return SimpleNamespace(
+        inputs=inputs,
+        results=results,
+        expected=expected,
+        recordings=[result["recording"] for result in results],
+        device=results[0]["device"],
+    )
 
 
 def observe_slow_receivers(trial: Trial) -> SimpleNamespace:
@@ -111,7 +116,7 @@ def require_outputs(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     for i, (output, e) in enumerate(zip(outputs, expected, strict=True)):
         told = f"the output of micro-batch {i} on the last rank"
         alternatives = {_moved(i, places[i], once): outputs[i]} if i in moved[:1] else {}
-        trial.close(told, output, e, alternatives=alternatives, help=help, rtol=1e-3)
+        require_close(trial, seen, None, told, output, e, alternatives=alternatives, help=help, rtol=1e-3)
 
 
 def _moved(i: int, place: int, once: bool) -> str:
@@ -175,16 +180,14 @@ def other_ranks_return_nothing(trial: Trial) -> None:
 
 @check("relay_microbatches")
 def inputs_are_unchanged(trial: Trial) -> None:
-    """The inputs are the same afterwards."""
+    """The inputs of every rank are the same afterwards, also where their numbers do not count."""
     seen = trial.once(observe_slow_receivers)
+    help = "Receive and compute in tensors of your own."
     for i, x in enumerate(seen.inputs):
-        trial.close(
-            f"input {i} after the call",
-            seen.results[0]["inputs"][i],
-            x,
-            rtol=0.0,
-            help="Receive and compute in tensors of your own.",
-        )
+        trial.close(f"input {i} after the call", seen.results[0]["inputs"][i], x, rtol=0.0, help=help)
+    for r, result in enumerate(seen.results[1:], start=1):
+        changed = [i for i, x in enumerate(result["inputs"]) if not x.isnan().all()]
+        trial.require(not changed, f"it writes into its inputs {changed}", help=help, rank=r)
 
 
 @check("relay_microbatches")
@@ -224,3 +227,56 @@ def every_output_is_passed_on_at_once(trial: Trial) -> None:
             help="Send each output as soon as it is computed: then all ranks work at the same time.",
             rank=r,
         )
+
+
+@check("relay_microbatches")
+def every_message_is_waited_for(trial: Trial) -> None:
+    """Every message is over when the call returns."""
+    seen = trial.once(observe_slow_receivers)
+    forgotten = unwaited(seen.recordings) if seen.device == "cpu" else ""
+    trial.require(
+        not forgotten,
+        "not every message is waited for",
+        cause=forgotten,
+        help="Keep what isend returns, and wait() for it before the buffer is written again, or at the end.",
+    )
+
+
+def run_ahead(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
+    """Rank r takes micro-batch i only when rank r - 1 has begun i + 1, or after a while."""
+    heard: list[bool] = []
+    begun = 0
+
+    def wait_for(number: int) -> None:
+        if rank.rank > 0 and number < len(inputs) and all(heard):
+            heard.append(rank.hears(f"rank {rank.rank - 1} begins {number}", PATIENCE))
+
+    def layer(x: Tensor) -> Tensor:
+        nonlocal begun
+        rank.tell(f"rank {rank.rank} begins {begun}")
+        begun += 1
+        wait_for(begun + 1)
+        return x + 1
+
+    if rank.device.type == "cpu":  # NCCL's first message connects the ranks, and waits for all of them
+        wait_for(1)
+    rank.submission.relay_microbatches(layer, inputs, rank.group)
+    return {"heard": heard}
+
+
+@check("relay_microbatches", world_sizes=(2, 3), subgroup=False)
+def no_rank_waits_for_its_receiver(trial: Trial) -> None:
+    """While a message travels the next micro-batch is computed, however late the receiver is."""
+    for _ in range(3):  # a machine that is busy elsewhere gets more chances
+        heard = [result["heard"] for result in trial.run(run_ahead, [trial.normal(2, 3) for _ in range(4)])]
+        late = [r for r, each in enumerate(heard) if not all(each)]
+        if not late:
+            return
+    r = late[0]
+    trial.wrong(
+        f"it does not begin micro-batch {len(heard[r])} before rank {r}, which is late, has taken "
+        f"micro-batch {len(heard[r]) - 1}",
+        cause="it waits for its receiver: dist.send, or wait() before the next output is there",
+        help="isend the output, compute the next one, and wait() just before the buffer is written again.",
+        rank=r - 1,
+    )

@@ -13,23 +13,24 @@ exercise(
     world_sizes=(1,),
     distributed=False,
     hints=(
-        "How many steps are there, and how many bytes does a rank send in one step? A step costs "
-        "latency + bytes / bandwidth.",
+        "How many steps are there, and how many bytes does a rank send in one step, and receive? A step of m "
+        "bytes takes latency + m / bandwidth + m · seconds_per_byte.",
         "A ring of n ranks: n - 1 steps of S/n bytes; an all-reduce is two of them. An exchange of n - 1 "
         "messages of S/n is the same. A tree: ceil(log2 n) steps of S bytes.",
         "(n - 1).bit_length() is ceil(log2 n), exactly, and 0 for n = 1.",
     ),
 )
 
+Slips = Callable[..., dict[str, float]]
 Call = tuple[str, int, int, float, float]
 
 
-def seconds(kind: str, size: float, n: int, latency: float, bandwidth: float) -> float:
+def seconds(kind: str, size: float, n: int, latency: float, bandwidth: float, per_byte: float = 0.0) -> float:
     """What is true."""
     if kind == "broadcast":
-        return (n - 1).bit_length() * (latency + size / bandwidth)
+        return (n - 1).bit_length() * (latency + size * (1 / bandwidth + per_byte))
     rounds = 2 if kind == "all_reduce" else 1
-    return rounds * ((n - 1) * latency + (n - 1) / n * size / bandwidth)
+    return rounds * ((n - 1) * latency + (n - 1) / n * size * (1 / bandwidth + per_byte))
 
 
 def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> dict[str, float]:
@@ -85,6 +86,33 @@ def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> d
     }
 
 
+def slips_per_byte(
+    kind: str, size: float, n: int, latency: float, bandwidth: float, per_byte: float
+) -> dict[str, float]:
+    """What known slips give where a received byte costs something."""
+    without = seconds(kind, size, n, latency, bandwidth)
+    received = (seconds(kind, size, n, 0.0, 1.0)) * per_byte
+    added = kind in ("all_reduce", "reduce_scatter")
+    known = {
+        "only the reductions pay seconds_per_byte: the others copy what they receive": without
+        + (received if added else 0.0),
+        "half of an all-reduce is free: its all-gather copies what it receives": without
+        + (received / 2 if kind == "all_reduce" else received),
+        "bytes are divided by seconds_per_byte, and it is a price: seconds for each byte": without
+        + seconds(kind, size, n, 0.0, per_byte),
+    }
+    if n > 1:
+        known |= {
+            "seconds_per_byte counts once a call for all of S, not for what is received in each step": without
+            + size * per_byte,
+            "seconds_per_byte counts once a step, whatever its bytes": without
+            + seconds(kind, 0.0, n, per_byte, 1.0),
+            "a step receives as many bytes as it sends: here it pays seconds_per_byte for S": without
+            + seconds(kind, 0.0, n, size * per_byte, 1.0),
+        }
+    return known | {"seconds_per_byte is missing": without}
+
+
 def draw(trial: Trial, kind: str, n: int) -> Call:
     latency = trial.rng.uniform(1e-6, 1e-3)
     return kind, trial.integer(1_000, 10**9), n, latency, trial.rng.uniform(1e8, 1e12)
@@ -98,6 +126,16 @@ def observe_times(trial: Trial) -> Answers:
         calls += [draw(trial, kind, n) for n in sizes]
         one = draw(trial, kind, 6)
         calls += [(kind, one[1], 6, 0.0, one[4]), (kind, 8, 6, 1e-3, one[4])]
+    return Answers(trial, "collective_time", calls, seconds)
+
+
+def observe_bytes_that_cost(trial: Trial) -> Answers:
+    """Adding and copying cost about as much as the wire, or much less, or more."""
+    calls = []
+    for kind in KINDS:
+        for n in (1, 2, 4, 8, trial.integer(9, 100)):
+            *call, bandwidth = draw(trial, kind, n)
+            calls.append((*call, bandwidth, trial.rng.uniform(0.2, 3.0) / bandwidth))
     return Answers(trial, "collective_time", calls, seconds)
 
 
@@ -118,7 +156,9 @@ def observe_wrong_kinds(trial: Trial) -> Answers:
     return Answers(trial, "collective_time", [draw(trial, word, 4) for word in words], lambda *_: math.nan)
 
 
-def require_times(trial: Trial, answers: Answers, where: Callable[..., bool], help: str) -> None:
+def require_times(
+    trial: Trial, answers: Answers, where: Callable[..., bool], help: str, known: Slips = slips
+) -> None:
     """The selected answers are right to nine digits."""
     wrong: list[Wrong] = answers.wrong("", where, 1e-9)
     if wrong:
@@ -128,7 +168,7 @@ def require_times(trial: Trial, answers: Answers, where: Callable[..., bool], he
             f"{answers.asked(first.call)} is {_apart(first.given, first.true)} is right. "
             f"Wrong for {len(wrong)} of {total} calls.",
             help=help,
-            cause=explain_answers(answers, "", slips, {}, wrong, 1e-9),
+            cause=explain_answers(answers, "", known, {}, wrong, 1e-9),
         )
 
 
@@ -177,6 +217,18 @@ def an_all_to_all_is_n_minus_1_exchanges(trial: Trial) -> None:
     """all_to_all: n - 1 exchanges, each latency + S/n bytes, S being one rank's whole buffer."""
     require_times(
         trial, trial.once(observe_times), of("all_to_all"), "(n - 1) · (latency + S / n / bandwidth)."
+    )
+
+
+@check("collective_time")
+def a_received_byte_costs_seconds_per_byte(trial: Trial) -> None:
+    """In every step of every kind, each byte that is received costs seconds_per_byte more."""
+    require_times(
+        trial,
+        trial.once(observe_bytes_that_cost),
+        lambda *_: True,
+        "A step of m bytes takes latency + m / bandwidth + m · seconds_per_byte.",
+        slips_per_byte,
     )
 
 

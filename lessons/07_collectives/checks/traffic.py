@@ -1,5 +1,7 @@
 """Who sent how much to whom: what a ring may do, and nothing else."""
 
+from collections.abc import Sequence
+from itertools import combinations
 from types import SimpleNamespace
 
 from grader.checks import COLLECTIVES, Event, Recording, Trial
@@ -30,6 +32,62 @@ def require_messages_alone(trial: Trial, seen: SimpleNamespace) -> None:
             )
 
 
+def unwaited(recordings: Sequence[Recording], case: int | None = None) -> str:
+    """Which rank asked for the end of fewer messages than it started, in one case or in all; "" for none."""
+    for r, recording in enumerate(recordings):
+        mark = None if case is None else f"{case}"
+        started = [kind for kind in recording.kinds(after=mark) if kind in ("send", "recv")]
+        waits = recording.waits(after=mark)
+        if waits < len(started):
+            calls = " and ".join(f"i{kind}" for kind in ("send", "recv") if kind in started)
+            return (
+                f"rank {r} starts {len(started)} messages in this call and waits for {waits} of them: "
+                f"{calls} return at once, and a handle that nobody waits for says nothing of its message"
+            )
+    return ""
+
+
+def shared_memory(recordings: Sequence[Recording], case: int | None = None) -> str:
+    """Which rank sends and receives in one place with no wait between the two, as a cause; "" for none."""
+    for r, recording in enumerate(recordings):
+        messages = [e for e in recording.events if case is None or e.after == f"{case}"]
+        for first, second in combinations([e for e in messages if e.kind in ("send", "recv")], 2):
+            order = (first.kind, second.kind)
+            if first.waits != second.waits or first.kind == second.kind or not _overlap(first, second):
+                continue
+            if order == ("send", "recv"):
+                told = (
+                    "receives into the tensor that it is sending",
+                    "written again before its message had left",
+                )
+            else:
+                told = (
+                    "sends the tensor into which it is receiving",
+                    "passed on before what comes was waited for",
+                )
+            return f"rank {r} {told[0]}: one buffer for all rounds, {told[1]}"
+    return ""
+
+
+def _overlap(one: Event, other: Event) -> bool:
+    lower, upper = sorted((one, other), key=lambda event: event.address)
+    return upper.address < lower.address + lower.num_bytes
+
+
+def require_waits(trial: Trial, seen: SimpleNamespace) -> None:
+    """Every message is over when the call returns: its handle was asked."""
+    if seen.device != "cpu":
+        return  # NCCL has one handle for several messages
+    for i, case in enumerate(seen.cases):
+        forgotten = unwaited(seen.recordings, i)
+        trial.require(
+            not forgotten,
+            f"given {case}, not every message is waited for",
+            cause=forgotten,
+            help="Keep what isend and irecv return, and call wait() on each before you return.",
+        )
+
+
 def require_neighbours(trial: Trial, seen: SimpleNamespace) -> None:
     """A rank of a ring sends to the next rank, or to the one before, and to no other."""
     n = trial.num_ranks
@@ -43,6 +101,13 @@ def require_neighbours(trial: Trial, seen: SimpleNamespace) -> None:
                     help="In a ring a tensor goes from neighbour to neighbour, one step at a time.",
                     rank=r,
                 )
+
+
+def direction(recordings: Sequence[Recording], case: int) -> int:
+    """1 where all messages of a case go to the next rank of the ring, else -1."""
+    n = len(recordings)
+    sent = [(r, event.peer) for r in range(n) for event in sends(recordings[r], case)]
+    return 1 if all(peer == (r + 1) % n for r, peer in sent) else -1
 
 
 def _listed(ranks: set[int]) -> str:
