@@ -249,7 +249,7 @@ def run_ahead(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
 
     def wait_for(number: int) -> None:
         if rank.rank > 0 and number < len(inputs) and all(heard):
-            heard.append(rank.hears(f"rank {rank.rank - 1} begins {number}", PATIENCE))
+            heard.append(rank.hears([f"rank {rank.rank - 1} begins {number}"], PATIENCE))
 
     def layer(x: Tensor) -> Tensor:
         nonlocal begun
