@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, exercise, show
 from nanogpt.model import GPT, GPTConfig
 
-from .models import draw, flops, parameters, utilization
+from .models import core_flops, draw, flops, parameters, utilization
 
 exercise(
     "utilization_report",
@@ -30,10 +30,12 @@ def report(rank: Any, calls: list[list[Any]]) -> list[Any]:
     for config, *arguments in calls:
         with torch.device("meta"):
             model = GPT(GPTConfig(**config))
-        names = list(model.state_dict())
+        names, told = list(model.state_dict()), repr(arguments)
         reports.append(rank.submission.utilization_report(model, *arguments))
         if list(model.state_dict()) != names:
             reports[-1] = "a report of a model that it has changed"
+        if repr(arguments) != told:
+            reports[-1] = "a report that has changed the datasheet"
     return reports
 
 
@@ -66,18 +68,84 @@ def compare_report(
 ) -> None:
     """What the reports say under `key` is true, for some of the four cards; `help` can depend on the card."""
     tolerance = 0.01 if key.endswith("utilization") else 1e-6
-    for run, (word, factor), given in trial.once(read_reports):
-        if (word, factor) not in cards:
-            continue
+    asked = [each for each in trial.once(read_reports) if each[1] in cards]
+    for run, (word, factor), given in asked:
         value = given.get(key) if isinstance(given, dict) else given
         right = truth(*run, word)
         message = (
-            f"{key} is {value!r}, and should be {right:.6g}: {run[0]!r}, {run[1]} tokens/s, length {run[2]}, "
+            f"{key} is {show(value)}, and should be {show(right)}: {run[0]!r}, {run[1]} tokens/s, length {run[2]}, "
             f"recompute={word!r}, a card of {factor * run[3]:.4g} FLOP/s{' with sparsity' * (factor == 2)}"
         )
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         told = help(word, factor) if callable(help) else help
-        trial.require(is_number and math.isclose(value, right, rel_tol=tolerance), message, help=told)
+        trial.require(
+            agrees(value, right, tolerance), message, help=told, cause=why_wrong(key, asked, tolerance)
+        )
+
+
+def agrees(value: Any, right: float, tolerance: float) -> bool:
+    """Whether a report's value is this number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isclose(value, right, rel_tol=tolerance)
+
+
+def why_wrong(key: str, asked: list[tuple], tolerance: float) -> str:
+    """The first known way to be wrong that gives every one of these reports, or nothing."""
+    if not all(isinstance(given, dict) for _, _, given in asked):
+        return ""
+    known = [slips(key, *run, *card) for run, card, _ in asked]
+    for text in known[0]:
+        if all(
+            agrees(given.get(key), told[text], tolerance)
+            for (_, _, given), told in zip(asked, known, strict=True)
+        ):
+            return text
+    return ""
+
+
+def slips(
+    key: str, c: GPTConfig, rate: float, length: int, peak: float, word: str, factor: int
+) -> dict[str, float]:
+    """What known slips report."""
+    count, table = parameters(c)["total"], c.vocab_size * c.n_embd
+    if key == "parameters":
+        return {"the tied table is counted twice": count + table}
+    if key == "model_state_gib":
+        return {
+            "that is in GB of 10**9 bytes": 16 * count / 1e9,
+            "the tied table is counted twice": 16 * (count + table) / 2**30,
+            "that is in GB of 10**9 bytes, and the tied table is counted twice": 16 * (count + table) / 1e9,
+        }
+    model, hardware = of_the_model(c, rate, length, peak, word), of_the_hardware(c, rate, length, peak, word)
+    core = 3 * core_flops(c, 1, length) * rate / length / peak
+    of_the_work = {
+        "": (model, hardware),
+        "what runs a second time counts for the model too": (hardware, 0.0),
+        "what runs a second time is not counted": (0.0, model),
+        'the blocks count twice with recompute="none", too': (
+            0.0,
+            of_the_hardware(c, rate, length, peak, "full"),
+        ),
+        "all of the forward is counted again, the head's too": (
+            0.0,
+            model * (4 / 3 if word == "full" else 1),
+        ),
+        "attention's core is missing: it has no parameters, and its products count": (
+            model - core,
+            (hardware - core) if word == "none" else hardware - core * 4 / 3,
+        ),
+    }
+    of_the_peak = {
+        "": 1.0,
+        "the figure with sparsity is taken for the peak": 1 / factor,
+        "a dense card's figure is halved too": 2.0 / factor,
+    }
+    index = int(key == "hardware_flops_utilization")
+    return {
+        " and ".join(filter(None, (work, figure))): values[index] * times
+        for work, values in of_the_work.items()
+        for figure, times in of_the_peak.items()
+        if work or figure
+    }
 
 
 @check("utilization_report")
