@@ -73,8 +73,9 @@ def compare_report(
         value = given.get(key) if isinstance(given, dict) else given
         right = truth(*run, word)
         message = (
-            f"{key} is {show(value)}, and should be {show(right)}: {run[0]!r}, {run[1]} tokens/s, length {run[2]}, "
-            f"recompute={word!r}, a card of {factor * run[3]:.4g} FLOP/s{' with sparsity' * (factor == 2)}"
+            f"{key} is {show(value)}, and should be {show(right)}: {run[0]!r}, {run[1]} tokens/s, "
+            f"length {run[2]}, recompute={word!r}, a card of {factor * run[3]:.4g} FLOP/s"
+            f"{' with sparsity' * (factor == 2)}"
         )
         told = help(word, factor) if callable(help) else help
         trial.require(
@@ -115,36 +116,45 @@ def slips(
             "the tied table is counted twice": 16 * (count + table) / 2**30,
             "that is in GB of 10**9 bytes, and the tied table is counted twice": 16 * (count + table) / 1e9,
         }
-    model, hardware = of_the_model(c, rate, length, peak, word), of_the_hardware(c, rate, length, peak, word)
-    core = 3 * core_flops(c, 1, length) * rate / length / peak
-    of_the_work = {
-        "": (model, hardware),
-        "what runs a second time counts for the model too": (hardware, 0.0),
-        "what runs a second time is not counted": (0.0, model),
-        'the blocks count twice with recompute="none", too': (
-            0.0,
-            of_the_hardware(c, rate, length, peak, "full"),
-        ),
-        "all of the forward is counted again, the head's too": (
-            0.0,
-            model * (4 / 3 if word == "full" else 1),
-        ),
-        "attention's core is missing: it has no parameters, and its products count": (
-            model - core,
-            (hardware - core) if word == "none" else hardware - core * 4 / 3,
-        ),
-    }
-    of_the_peak = {
+    work = model_slips(c, rate, length, peak, word)
+    if key == "hardware_flops_utilization":
+        work = hardware_slips(c, rate, length, peak, word)
+    figures = {
         "": 1.0,
         "the figure with sparsity is taken for the peak": 1 / factor,
         "a dense card's figure is halved too": 2.0 / factor,
     }
-    index = int(key == "hardware_flops_utilization")
     return {
-        " and ".join(filter(None, (work, figure))): values[index] * times
-        for work, values in of_the_work.items()
-        for figure, times in of_the_peak.items()
-        if work or figure
+        " and ".join(filter(None, (text, figure))): value * times
+        for text, value in work.items()
+        for figure, times in figures.items()
+        if text or figure
+    }
+
+
+CORE_MISSING = "attention's core is missing: it has no parameters, and its products count"
+
+
+def model_slips(c: GPTConfig, rate: float, length: int, peak: float, word: str) -> dict[str, float]:
+    """What the model's utilization becomes, the right one first."""
+    right = of_the_model(c, rate, length, peak, word)
+    return {
+        "": right,
+        "what runs a second time counts for the model too": of_the_hardware(c, rate, length, peak, word),
+        CORE_MISSING: right - 3 * core_flops(c, 1, length) * rate / length / peak,
+    }
+
+
+def hardware_slips(c: GPTConfig, rate: float, length: int, peak: float, word: str) -> dict[str, float]:
+    """What the hardware's utilization becomes, the right one first."""
+    right, model = of_the_hardware(c, rate, length, peak, word), of_the_model(c, rate, length, peak, word)
+    cores = 4 if word == "full" else 3
+    return {
+        "": right,
+        "what runs a second time is not counted": model,
+        'the blocks count twice with recompute="none", too': of_the_hardware(c, rate, length, peak, "full"),
+        "all of the forward is counted again, the head's too": model * (4 / 3 if word == "full" else 1),
+        CORE_MISSING: right - cores * core_flops(c, 1, length) * rate / length / peak,
     }
 
 
