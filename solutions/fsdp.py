@@ -53,35 +53,69 @@ def communication_elements(num_parameters: int, num_ranks: int, stage: int) -> d
     # end of answer
 
 
-# answer: a tensor in n equal shares, the two collectives on them, settings of optimizers
+# answer: shares of tensors, two collectives that carry many tensors at once, settings of optimizers
+BUCKET_BYTES = 25 * 2**20
+"""As in PyTorch's DistributedDataParallel: large enough that a message is worth its price."""
+
+
+def by_rank(tensor: Tensor, n: int) -> Tensor:
+    """A tensor of P elements as n rows, one for each rank, padded with zeros: (n, ceil(P/n))."""
+    padding = -tensor.numel() % n
+    flat = tensor.flatten()
+    return (F.pad(flat, (0, padding)) if padding else flat).view(n, -1)
+
+
+def share_size(tensor: Tensor, n: int) -> int:
+    """The length of a row: ceil(P/n)."""
+    return -(-tensor.numel() // n)
+
+
 def own_share(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's share of a tensor of P elements: a flat view of at most ceil(P/n) of them, perhaps none."""
-    size = -(-tensor.numel() // group.size())
+    """This rank's row without the padding, a flat view: ceil(P/n) elements or fewer, perhaps none."""
+    size = share_size(tensor, group.size())
     start = min(group.rank() * size, tensor.numel())
     return tensor.view(-1)[start : start + size]
 
 
-def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Send a tensor on its way; the result waits for it, and returns the mean of this rank's share."""
-    n, own = group.size(), own_share(tensor, group).numel()
-    padded = F.pad(tensor.flatten(), (0, -tensor.numel() % n))
-    mean = padded.new_empty(padded.numel() // n)
-    work = dist.reduce_scatter(mean, list(padded.chunk(n)), group=group, async_op=True)
+def fill_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Deal out parameters, in their order, to buckets of one dtype. A larger one has a bucket to itself."""
+    buckets: list[list[nn.Parameter]] = []
+    free_bytes = 0
+    for parameter in parameters:
+        if not buckets or parameter.nbytes > free_bytes or parameter.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            free_bytes = bucket_bytes
+        buckets[-1].append(parameter)
+        free_bytes -= parameter.nbytes
+    return buckets
 
-    def finish() -> Tensor:
+
+def start_reduce_scatter(tensors: list[Tensor], group: ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Send tensors on their way, side by side; the result waits, and returns the mean of each one's share."""
+    n = group.size()
+    rows = torch.cat([by_rank(tensor, n) for tensor in tensors], dim=1)
+    row = torch.empty_like(rows[0])
+    work = dist.reduce_scatter(row, list(rows), group=group, async_op=True)
+    sizes = [share_size(tensor, n) for tensor in tensors]
+    own_sizes = [own_share(tensor, group).numel() for tensor in tensors]
+
+    def finish() -> list[Tensor]:
         work.wait()
-        return mean.div_(n)[:own]
+        means = row.div_(n).split(sizes)
+        return [mean[:own_size] for mean, own_size in zip(means, own_sizes, strict=True)]
 
     return finish
 
 
-def all_gather_shares(tensor: Tensor, group: ProcessGroup) -> None:
-    """Fill a tensor, of which every rank has its own share up to date, with the shares of all."""
-    n, share = group.size(), own_share(tensor, group)
-    joined = tensor.new_empty(tensor.numel() + -tensor.numel() % n)
-    padded = F.pad(share, (0, joined.numel() // n - share.numel()))
-    dist.all_gather(list(joined.chunk(n)), padded, group=group)
-    tensor.view(-1).copy_(joined[: tensor.numel()])
+def all_gather_shares(tensors: list[Tensor], group: ProcessGroup) -> None:
+    """Fill tensors, of which every rank has its own share up to date, with the shares of all."""
+    n = group.size()
+    row = torch.cat([by_rank(tensor, n)[group.rank()] for tensor in tensors])
+    rows = row.new_empty(n, row.numel())
+    dist.all_gather(list(rows), row, group=group)
+    shares = rows.split([share_size(tensor, n) for tensor in tensors], dim=1)
+    for tensor, of_all_ranks in zip(tensors, shares, strict=True):
+        tensor.copy_(of_all_ranks.flatten()[: tensor.numel()].view_as(tensor))
 
 
 def copy_settings(source: Optimizer, target: Optimizer) -> None:
@@ -96,11 +130,13 @@ def copy_settings(source: Optimizer, target: Optimizer) -> None:
 class ShardedOptimizer(Optimizer):
     """ZeRO-1: any optimizer, of which each rank keeps the state of its share of the weights alone.
 
-    Every rank has the whole model. `.grad` holds the rank's own gradient, which nothing has averaged: `step`
-    reduce-scatters the mean, updates this rank's share, and hands the new weights round, 2P elements in
-    all. It is told as other optimizers are: by `param_groups`, which schedulers change. Parameters that are
-    frozen, or that no rank's backward reached (`.grad` is None), stay as they are: they do not decay. Every
-    rank's backward reaches the same parameters. Source: arXiv:1910.02054, section 5.1.
+    The ranks' shares differ by no more than the largest parameter. Every rank has the whole model, and
+    `.grad` is its own gradient, which nobody has averaged: `step` reduce-scatters the mean, updates this
+    rank's share, and hands the new weights round, 2P elements in all. Schedulers change `param_groups`, as
+    they do with any optimizer. A parameter that is frozen, or that no backward reached (its `.grad` is
+    None), stays as it is: it does not decay. Backward reaches the same parameters on every rank.
+
+    Source: arXiv:1910.02054, section 5.1.
     """
 
     def __init__(
@@ -137,12 +173,15 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         copy_settings(self, self.inner)  # a scheduler may have changed the learning rate
-        for parameter, share in self._trained():
-            share.grad = self._mean_gradient(parameter)
+        shares = self._shares()
+        for parameter, mean in self._mean_gradients(shares).items():
+            shares[parameter].grad = mean
         self.inner.step()
-        for parameter, share in self._trained():
+        moved = [parameter for parameter, share in shares.items() if share.grad is not None]
+        for bucket in fill_buckets(moved, BUCKET_BYTES):
+            all_gather_shares(bucket, self.group)
+        for share in shares.values():
             share.grad = None
-            all_gather_shares(parameter, self.group)
         return loss
         # end of answer
 
@@ -171,19 +210,23 @@ class ShardedOptimizer(Optimizer):
         # end of answer
 
     # answer: two more methods
-    def _trained(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """Parameters, and the view of this rank's share of each."""
-        for whole, own in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for parameter, share in zip(whole["params"], own["params"], strict=True):
-                if parameter.requires_grad:
-                    yield parameter, share
+    def _shares(self) -> dict[nn.Parameter, Tensor]:
+        """Trained parameters, and the view of this rank's share of each."""
+        return {
+            parameter: share
+            for whole, own in zip(self.param_groups, self.inner.param_groups, strict=True)
+            for parameter, share in zip(whole["params"], own["params"], strict=True)
+            if parameter.requires_grad
+        }
 
-    def _mean_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Of this rank's share: reduced here, unless ShardedGradients did it during backward."""
-        ready, own = getattr(parameter, "share_grad", None), parameter.grad
-        if ready is not None or own is None:
-            return ready
-        return start_reduce_scatter(own, self.group)()
+    def _mean_gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Of this rank's shares: what ShardedGradients has left there, and the rest is reduced here."""
+        means = {p: p.share_grad for p in parameters if getattr(p, "share_grad", None) is not None}
+        own = [p for p in parameters if p not in means and p.grad is not None]
+        for bucket in fill_buckets(own, BUCKET_BYTES):
+            finish = start_reduce_scatter([p.grad for p in bucket], self.group)
+            means.update(zip(bucket, finish(), strict=True))
+        return means
 
     # end of answer
 
@@ -191,9 +234,11 @@ class ShardedOptimizer(Optimizer):
 class ShardedGradients(nn.Module):
     """ZeRO-2: during backward each gradient goes to the ranks that own a share of it, and is freed.
 
-    What is left of a gradient on a rank is the mean of its share, ready for the ShardedOptimizer of the same
-    submission. Gradients of several backward passes add up there. Ranks start with the same weights, and
-    every rank's backward reaches the same parameters. Source: arXiv:1910.02054, section 5.2.
+    What is left of a gradient on a rank is the mean of its share, ready for the ShardedOptimizer of the
+    same submission. The gradients of several backward passes add up there. The ranks start with the same
+    weights, and backward reaches the same parameters on every rank, in the same order.
+
+    Source: arXiv:1910.02054, section 5.2.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
@@ -202,10 +247,14 @@ class ShardedGradients(nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self.flying: tuple[nn.Parameter, Callable[[], Tensor]] | None = None
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        bucket_bytes = min(BUCKET_BYTES, sum(p.nbytes for p in trained) // 8)
+        # Backward meets the last parameters first.
+        self.buckets = fill_buckets(reversed(trained), bucket_bytes)
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket}
+        self.flying: tuple[list[nn.Parameter], Callable[[], list[Tensor]]] | None = None
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
         # end of answer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,20 +266,39 @@ class ShardedGradients(nn.Module):
     def _gradient_is_there(self, parameter: nn.Parameter) -> None:
         """Your hook: autograd calls it when this pass has added all of its gradient to parameter.grad."""
         # answer
-        self.finish_gradient_synchronization()  # the one before: it travelled while this one was computed
-        self.flying = parameter, start_reduce_scatter(parameter.grad, self.group)
-        parameter.grad = None
+        bucket = self.bucket_of[parameter]
+        if all(each.grad is not None for each in bucket):
+            self._send(bucket)
         # end of answer
 
     def finish_gradient_synchronization(self) -> None:
         """Wait for what is still on its way. Does nothing when nothing is."""
         # answer
+        for bucket in self.buckets:
+            held_back = [parameter for parameter in bucket if parameter.grad is not None]
+            if held_back:  # another parameter of the bucket got no gradient
+                self._send(held_back)
+        self._receive()
+        # end of answer
+
+    # answer: two more methods
+    def _send(self, parameters: list[nn.Parameter]) -> None:
+        """Start to reduce their gradients, all in one, and let go of them."""
+        self._receive()  # the bucket before: it travelled while these gradients were computed
+        self.flying = parameters, start_reduce_scatter([p.grad for p in parameters], self.group)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _receive(self) -> None:
+        """Wait for the bucket that is on its way, if one is, and add its means to the shares."""
         if self.flying is None:
             return
-        (parameter, finish), self.flying = self.flying, None
-        before, mean = getattr(parameter, "share_grad", None), finish()
-        parameter.share_grad = mean if before is None else before + mean
-        # end of answer
+        (parameters, finish), self.flying = self.flying, None
+        for parameter, mean in zip(parameters, finish(), strict=True):
+            before = getattr(parameter, "share_grad", None)
+            parameter.share_grad = mean if before is None else before + mean
+
+    # end of answer
 
 
 # answer: weights that are gathered and freed together
@@ -297,7 +365,7 @@ class Flat:
         if all(whole.grad is None for whole in self.wholes):
             return
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.wholes]
-        means = start_reduce_scatter(torch.cat([gradient.flatten() for gradient in own]), self.group)()
+        (means,) = start_reduce_scatter([torch.cat([gradient.flatten() for gradient in own])], self.group)()
         for shard, mean in zip(self.shards, means.split([s.numel() for s in self.shards]), strict=True):
             shard.grad = mean if shard.grad is None else shard.grad + mean
         for whole in self.wholes:
@@ -329,10 +397,10 @@ class FullySharded(nn.Module):
 
     The constructor takes the weights of the group's rank 0. `parameters()` are this rank's shards, for any
     optimizer. A block is gathered before its forward and before its backward, and freed after each. What
-    lies outside the blocks is gathered for the whole pass, and nothing is left of it after one under no_grad.
-    After `loss.backward()` the mean gradients stand in the shards' `.grad`. Frozen weights neither move nor
-    decay, so a flat shard must not mix them with trained ones. A hook that stands on a parameter of the GPT
-    goes on working: it gets the whole gradient of this rank, and what it returns is averaged.
+    lies outside the blocks is gathered for the whole pass, and nothing is left of it after one under
+    no_grad. After `loss.backward()` the mean gradients stand in the shards' `.grad`. Frozen weights neither
+    move nor decay, so a flat shard must not mix them with trained ones. A hook that stands on a parameter
+    of the GPT goes on working: it gets the whole gradient of this rank, and what it returns is averaged.
 
     Source: arXiv:1910.02054, section 5.3; arXiv:2304.11277, section 3.
     """
@@ -450,11 +518,11 @@ def clipped_step(
 ) -> Tensor:
     """One step of a fully sharded model, with the gradient clipped to a norm of at most `max_norm`.
 
-    `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and after
-    `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
+    `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and
+    after `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
     The norm is that of the whole gradient, as if one process had it; where it is larger than `max_norm`,
-    every rank multiplies its gradients by max_norm / norm. Returns the norm before clipping, a scalar
-    that is the same on every rank.
+    every rank multiplies its gradients by max_norm / norm. Returns the norm before clipping, a scalar that
+    is the same on every rank.
     """
     # answer
     optimizer.zero_grad()

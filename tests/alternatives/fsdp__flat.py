@@ -18,43 +18,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
             trained = [p for p in g["params"] if p.requires_grad]
             flat = torch.cat([p.detach().reshape(-1) for p in trained])
             flat = F.pad(flat, (0, -flat.numel() % n))
-            k, start = flat.numel() // n, 0
+            k, start, parts = flat.numel() // n, 0, []
             for p in trained:
-                p.data = flat[start : start + p.numel()].view_as(p)
+                end = start + p.numel()
+                p.data = flat[start:end].view_as(p)
                 p.home = (start, k)
-                start += p.numel()
-            shard = nn.Parameter(flat[r * k : (r + 1) * k])
-            self.buffers.append((flat, trained, shard))
-            shards.append({**g, "params": [shard]})
+                first = max(start, r * k)
+                parts.append(flat[first : max(first, min(end, r * k + k))])
+                start = end
+            self.buffers.append((flat, trained, parts))
+            shards.append({**g, "params": parts})
         self.on_shards = optimizer_class(shards, **kwargs)
 
-    def copy(self):
-        for mine, inner in zip(self.param_groups, self.on_shards.param_groups, strict=True):
-            inner.update({k: v for k, v in mine.items() if k != "params"})
+    def copy(self, source, target):
+        for mine, other in zip(source.param_groups, target.param_groups, strict=True):
+            other.update({k: v for k, v in mine.items() if k != "params"})
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.copy()
-        n = self.group.size()
-        for flat, trained, shard in self.buffers:
-            if any(getattr(p, "piece", None) is not None for p in trained):
-                shard.grad = torch.zeros_like(shard)
-                for p in trained:
-                    if p.piece is not None:
-                        at, values = p.piece
-                        shard.grad[at : at + values.numel()] += values
-            else:
-                gradients = torch.cat([p.grad.reshape(-1) for p in trained])
+        loss = None
+        if closure:
+            with torch.enable_grad():
+                loss = closure()
+        self.copy(self, self.on_shards)
+        n, r = self.group.size(), self.group.rank()
+        for flat, trained, parts in self.buffers:
+            if any(p.grad is not None for p in trained):
+                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+                gradients = torch.cat([gradient.reshape(-1) for gradient in gradients])
                 gradients = F.pad(gradients, (0, flat.numel() - gradients.numel()))
                 rows = torch.empty_like(gradients)
                 dist.all_to_all_single(rows, gradients, group=self.group)
-                shard.grad = rows.view(n, -1).sum(0) / n
+                mean = rows.view(n, -1).sum(0) / n
+                for p, part in zip(trained, parts, strict=True):
+                    start, k = p.home
+                    first = max(0, start - r * k)
+                    part.grad = None if p.grad is None else mean[first : first + part.numel()]
+            else:
+                for p, part in zip(trained, parts, strict=True):
+                    part.grad = getattr(p, "piece", None)
         self.on_shards.step()
-        for flat, _, shard in self.buffers:
-            shard.grad = None
-            pieces = [torch.empty_like(shard) for _ in range(n)]
-            dist.all_gather(pieces, shard.detach(), group=self.group)
+        for flat, _, parts in self.buffers:
+            k = flat.numel() // n
+            for part in parts:
+                part.grad = None
+            pieces = [torch.empty_like(flat[:k]) for _ in range(n)]
+            dist.all_gather(pieces, flat[r * k : r * k + k].clone(), group=self.group)
             flat.copy_(torch.cat(pieces))
+        return loss
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
@@ -63,11 +74,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 p.piece = None
 
     def state_dict(self):
-        self.copy()
+        self.copy(self, self.on_shards)
         return {"mine": self.on_shards.state_dict()}
 
     def load_state_dict(self, state):
         self.on_shards.load_state_dict(state["mine"])
+        self.copy(self.on_shards, self)
 
 
 class ShardedGradients(nn.Module):
@@ -103,7 +115,7 @@ class ShardedGradients(nn.Module):
                 dist.send(stretch.contiguous(), group=self.group, group_dst=(r + 1) % n)
             else:
                 mean = stretch / n
-                p.piece = (a - owner * k, mean if p.piece is None else p.piece[1] + mean)
+                p.piece = mean if p.piece is None else p.piece + mean
 
     def finish_gradient_synchronization(self):
         pass

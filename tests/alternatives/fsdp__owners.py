@@ -58,17 +58,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self.settings(self, self.local)
         trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         for p in trained:
             if getattr(p, "mean", None) is not None:
                 p.grad = p.mean
-            elif not getattr(p, "reduced", False):
+            elif p.grad is not None and not getattr(p, "reduced", False):
                 dist.reduce(p.grad, group=self.group, group_dst=p.owner)
                 p.grad = p.grad / self.group.size() if p.owner == self.group.rank() else None
         self.local.step()
         for p in trained:
             dist.broadcast(p.detach(), group=self.group, group_src=p.owner)
+        return loss
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)

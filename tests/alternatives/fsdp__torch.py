@@ -16,11 +16,16 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     @torch.no_grad()
     def step(self, closure=None, **kwargs):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for rank, groups in enumerate(self._partition_parameters()):
-            for p in [p for g in groups for p in g["params"] if p.requires_grad]:
+            for p in [p for g in groups for p in g["params"] if p.grad is not None]:
                 p.grad = p.grad / self.owners.size()
                 dist.reduce(p.grad, group=self.owners, group_dst=rank)
-        return super().step(closure, **kwargs)
+        super().step(**kwargs)
+        return loss
 
     def state_dict(self):
         self._sync_param_groups(self.param_groups, self.optim.param_groups)

@@ -9,6 +9,7 @@ from torch.optim import SGD
 from grader.checks import Trial, check, exercise
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw, settle, weights
+from .parts import gradients_by_rank, trained_on
 from .training import PASSES, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled
 
@@ -38,21 +39,29 @@ def wrap(rank: Any, model: Any) -> Any:
 def train_on_ranks(
     rank: Any, seed: int, kinds: list[tuple[str, str]], batches: list[tuple[Tensor, Tensor]]
 ) -> dict:
-    """By kind of training; "once" calls finish after the last pass of a step only, "always" after each."""
+    """Weights by kind of training; "once" calls finish after a step's last pass, "always" after each, twice.
+
+    "first once" are those after one step of SGD.
+    """
     ends = {}
 
     def sharded(params: Any, optimizer_class: Any, **settings: Any) -> Any:
         return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
 
-    for kind, when in kinds:
+    for kind, when in [("first", "once"), *kinds]:
         model = build(Odd, seed).double().to(rank.device)
         wrapped = wrap(rank, model)
 
         def finish(passes_left: int, wrapped: Any = wrapped, when: str = when) -> None:
             if when == "always" or passes_left == 0:
                 wrapped.finish_gradient_synchronization()
+            if when == "always":
+                wrapped.finish_gradient_synchronization()
 
-        train(wrapped, batches, kind, sharded, finish)
+        if kind == "first":
+            train(wrapped, batches, "SGD", sharded, finish, num_steps=1)
+        else:
+            train(wrapped, batches, kind, sharded, finish)
         ends[f"{kind} {when}"] = weights(model)
     return ends
 
@@ -68,7 +77,13 @@ def observe_training(trial: Trial, delays: bool = False) -> SimpleNamespace:
 
 def require_kind(trial: Trial, seen: Any, kind: str, when: str, help: str) -> None:
     expected = expected_weights(trial, Odd, seen.seed, seen.by_rank, kind)
-    require_weights(trial, [result[f"{kind} {when}"] for result in seen.results], expected, kind, help)
+
+    def explain() -> str:
+        firsts = [result["first once"] for result in seen.results]
+        return trained_on(expected.start, firsts, gradients_by_rank(Odd, seen.seed, seen.by_rank))
+
+    ends = [result[f"{kind} {when}"] for result in seen.results]
+    require_weights(trial, ends, expected, kind, help, explain)
 
 
 @check("ShardedGradients")

@@ -17,7 +17,7 @@ NUM_LAYERS = 12
 
 
 class Odd(nn.Module):
-    """Everything awkward in one model: a tie, frozen weights, sizes that do not divide, one single number."""
+    """Everything awkward in one model: a tie, frozen and unused weights, odd sizes, one single number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +25,7 @@ class Odd(nn.Module):
         self.left, self.right = nn.Linear(7, 12), nn.Linear(12, 7)
         self.frozen = nn.Linear(7, 7, bias=False).requires_grad_(False)
         self.scale = nn.Parameter(torch.randn(1))
+        self.idle = nn.Parameter(torch.randn(5))  # no backward ever reaches it
         self.pair = nn.Parameter(torch.randn(2))
         self.head = nn.Linear(7, VOCAB, bias=False)
         self.head.weight = self.embed.weight

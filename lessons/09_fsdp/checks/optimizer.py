@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import AdamW
 
 from grader.checks import Trial, check, exercise, storage_bytes, tensors_in
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, bytes_of, draw, settle, weights
+from .parts import gradients_by_rank, trained_on
 from .training import KINDS, PASSES, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled
 
@@ -33,16 +35,24 @@ exercise(
 
 
 def train_on_ranks(rank: Any, seed: int, kinds: list[str], batches: list[tuple[Tensor, Tensor]]) -> dict:
-    ends = {}
-    for kind in kinds:
+    """By kind: the weights at the end, and what each step told; "first" are those after a step of SGD."""
+    result: dict[str, Any] = {}
+
+    def sharded(params: Any, optimizer_class: Any, **settings: Any) -> Any:
+        return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
+
+    for kind in ("first", *kinds):
         model = build(Odd, seed).double().to(rank.device)
-
-        def sharded(params: Any, optimizer_class: Any, **settings: Any) -> Any:
-            return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
-
-        train(model, batches, kind, sharded)
-        ends[kind] = weights(model)
-    return ends
+        if kind == "first":
+            steps = train(model, batches, "SGD", sharded, num_steps=1)
+        else:
+            steps = train(model, batches, kind, sharded)
+        result[kind] = {
+            "weights": weights(model),
+            "losses": [step.losses for step in steps],
+            "returned": [step.returned for step in steps],
+        }
+    return result
 
 
 def observe_training(trial: Trial) -> SimpleNamespace:
@@ -55,7 +65,13 @@ def observe_training(trial: Trial) -> SimpleNamespace:
 def require_kind(trial: Trial, kind: str, help: str) -> None:
     seen = trial.once(observe_training)
     expected = expected_weights(trial, Odd, seen.seed, seen.by_rank, kind)
-    require_weights(trial, [result[kind] for result in seen.results], expected, kind, help)
+
+    def explain() -> str:
+        firsts = [result["first"]["weights"] for result in seen.results]
+        return trained_on(expected.start, firsts, gradients_by_rank(Odd, seen.seed, seen.by_rank))
+
+    ends = [result[kind]["weights"] for result in seen.results]
+    require_weights(trial, ends, expected, kind, help, explain)
 
 
 @check("ShardedOptimizer")
@@ -68,11 +84,11 @@ def sgd_trains_as_one_process_does(trial: Trial) -> None:
 
 @check("ShardedOptimizer")
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
-    """Two steps of AdamW do too: a tied table, frozen weights, odd sizes, a parameter of one number."""
+    """Two steps of AdamW do too: a tied table, frozen and unused weights, odd sizes, a single number."""
     require_kind(
         trial,
         "AdamW",
-        "Frozen parameters neither move nor decay. A share may be shorter, or empty.",
+        "What is frozen, or has no gradient, neither moves nor decays. A share may be shorter, or empty.",
     )
 
 
@@ -100,8 +116,45 @@ def state_dict_resumes(trial: Trial) -> None:
     require_kind(
         trial,
         "resumed",
-        "state_dict() has the state of this rank's share, and load_state_dict() puts it back: hand both "
-        "on to the inner optimizer.",
+        "state_dict() has the state of this rank's share, and load_state_dict() puts it back, with the "
+        "learning rate of then: hand both on to the inner optimizer, and copy its settings to your groups.",
+    )
+
+
+@check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
+def closure_is_called_first(trial: Trial) -> None:
+    """step(closure) calls it once, before all else, and returns its loss; step() returns None."""
+    seen = trial.once(observe_training)
+    for r, result in enumerate(seen.results):
+        for number, (losses, returned) in enumerate(
+            zip(result["closure"]["losses"], result["closure"]["returned"], strict=True)
+        ):
+            trial.require(
+                len(losses) == 1,
+                f"step {number} called its closure {len(losses)} times",
+                help="Call it once, at the beginning of step, and keep its loss.",
+                rank=r,
+            )
+            trial.require(
+                returned is not None,
+                f"step {number} with a closure returned None",
+                help="Return what the closure returned.",
+                rank=r,
+            )
+    for number in range(len(PASSES)):
+        own = [result["closure"]["losses"][number][0] for result in seen.results]
+        trial.close(
+            f"what step {number} with a closure returned",
+            [result["closure"]["returned"][number] for result in seen.results],
+            own,
+            alternatives={"it is the mean of all ranks' losses": torch.stack(own).mean()},
+            help="Return what the closure returned: this rank's own loss.",
+        )
+    for r, result in enumerate(seen.results):
+        without = result["SGD"]["returned"]
+        trial.require(without == [None, None], f"step() without a closure returned {without}", rank=r)
+    require_kind(
+        trial, "closure", "The closure makes the gradients: call it before anything else looks at .grad."
     )
 
 
@@ -136,6 +189,12 @@ def state_is_that_of_a_share(trial: Trial) -> None:
     seen, n = trial.once(observe_memory), trial.num_ranks
     size = NUM_LAYERS * LAYER_BYTES
     share = size // n + LAYER_BYTES  # shares may differ by the largest parameter
+    states = [result["state"] for result in seen.results]
+    cause = ""
+    if min(states) >= 2 * size:
+        cause = "every rank keeps the state of every parameter"
+    elif min(states) < size // n:
+        cause = f"the shares are uneven: the ranks' states have {', '.join(map(str, states))} bytes"
     for r, result in enumerate(seen.results):
         trial.require(
             result["state"] <= 3 * share + SMALL,  # two moments, and perhaps a copy of the weights
@@ -144,7 +203,7 @@ def state_is_that_of_a_share(trial: Trial) -> None:
             f"{2 * size:,}, that of a share 1/{n} of it",
             help="Give the inner optimizer this rank's share, and return its state_dict().",
             rank=r,
-            cause="every rank keeps the state of every parameter" if result["state"] >= 2 * size else "",
+            cause=cause,
         )
         alive = result["recording"].alive("gradients there") - 2 * size
         trial.require(
@@ -154,7 +213,7 @@ def state_is_that_of_a_share(trial: Trial) -> None:
             f"share of the state is {2 * size // n:,}",
             help="Nothing of the size of the model may stay: drop what step() made when it is over.",
             rank=r,
-            cause="every rank keeps the state of every parameter" if alive >= 2 * size else "",
+            cause=cause,
         )
 
 

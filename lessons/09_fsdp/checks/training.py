@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,19 @@ Batches = list[tuple[Tensor, Tensor]]
 PASSES = (2, 1)
 """Backward passes of each step: in the first, gradients add up; in the second, none of them may be left."""
 
-KINDS = ("SGD", "AdamW", "groups", "scheduled", "resumed")
+KINDS = ("SGD", "AdamW", "groups", "scheduled", "resumed", "closure")
+TOLD = {
+    "groups": "SGD in two groups",
+    "scheduled": "AdamW with a scheduler",
+    "resumed": "AdamW that was resumed",
+    "closure": "SGD with a closure",
+}
+"""How a kind is called where its own name does not say it."""
+
+LEARNING_RATE = 0.3
+"""Of SGD."""
+DECAY = {"lr": 0.02, "weight_decay": 0.1}
+"""Of AdamW here: what it shrinks a weight by, lr times weight_decay in a step, if it has a gradient."""
 
 
 def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]], make: Callable[..., Optimizer]) -> Any:
@@ -27,15 +39,25 @@ def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]], make: Calla
 
     SGD shows a sum that should be a mean, which AdamW hides.
     """
-    everything = [p for _, p in named]
-    if kind == "SGD":
-        return make(everything, SGD, lr=0.3, momentum=0.9)
+    everything = (p for _, p in named)  # which can be gone through once, as what module.parameters() returns
+    if kind in ("SGD", "closure"):
+        return make(everything, SGD, lr=LEARNING_RATE, momentum=0.9)
     if kind == "groups":
-        even, odd = everything[::2], everything[1::2]
+        even, odd = [p for _, p in named[::2]], [p for _, p in named[1::2]]
         return make(
             [{"params": even, "lr": 0.1, "weight_decay": 0.2}, {"params": odd}], SGD, lr=0.4, momentum=0.5
         )
-    return make(everything, AdamW, lr=0.02, eps=1e-3, weight_decay=0.1)
+    return make(everything, AdamW, eps=1e-3, **DECAY)
+
+
+@dataclass
+class Step:
+    """What a step told about itself."""
+
+    losses: list[Tensor]
+    """One for each time that its gradients were computed."""
+    returned: Any
+    """By the optimizer's `step`."""
 
 
 def train(
@@ -44,24 +66,48 @@ def train(
     kind: str,
     make: Callable[..., Optimizer],
     after_backward: Callable[[int], None] = lambda passes_left: None,
-) -> None:
+    num_steps: int = len(PASSES),
+) -> list[Step]:
     """The steps of one rank. `after_backward(how many passes of this step are still to come)`."""
     named = list(module.named_parameters())
     optimizer = make_optimizer(kind, named, make)
     scheduler = StepLR(optimizer, 1, gamma=0.3) if kind == "scheduled" else None
-    turn = iter(batches)
-    for step, passes in enumerate(PASSES):
-        optimizer.zero_grad()
-        for left in reversed(range(passes)):
-            module(*next(turn))[1].backward()
-            after_backward(left)
-        optimizer.step()
+    steps = []
+    for number, passes in enumerate(PASSES[:num_steps]):
+        own = batches[sum(PASSES[:number]) :][:passes]
+        step = Step([], None)
+        compute = partial(compute_gradients, module, optimizer, own, after_backward, step.losses)
+        if kind == "closure":
+            step.returned = optimizer.step(compute)
+        else:
+            compute()
+            step.returned = optimizer.step()
+        steps.append(step)
         if scheduler is not None:
             scheduler.step()
-        if kind == "resumed" and step == 0:
+        if kind == "resumed" and number == 0:
+            optimizer.param_groups[0]["lr"] *= 0.5
             state = optimizer.state_dict()
             optimizer = make_optimizer(kind, named, make)
             optimizer.load_state_dict(state)
+    return steps
+
+
+def compute_gradients(
+    module: nn.Module,
+    optimizer: Optimizer,
+    batches: Batches,
+    after_backward: Callable[[int], None],
+    losses: list[Tensor],
+) -> Tensor:
+    """A step's passes; returns the last one's loss, and notes it in `losses`."""
+    optimizer.zero_grad()
+    for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+        loss = module(*batch)[1]
+        loss.backward()
+        after_backward(left)
+    losses.append(loss.detach().clone())
+    return loss
 
 
 def mean(losses: list[Tensor]) -> Tensor:
@@ -79,7 +125,14 @@ class Rule:
     """Whether zero_grad() does anything."""
 
 
-def whole_batch(make_model: Any, seed: int, by_rank: list[Batches], kind: str, rule: Rule) -> dict:
+def whole_batch(
+    make_model: Any,
+    seed: int,
+    by_rank: list[Batches],
+    kind: str,
+    rule: Rule,
+    num_steps: int = len(PASSES),
+) -> dict:
     """The weights at the end of one process, which combines the gradients of all shares by a rule."""
     model = build(make_model, seed).double()
     turn = 0
@@ -107,7 +160,7 @@ def whole_batch(make_model: Any, seed: int, by_rank: list[Batches], kind: str, r
             optimizer.zero_grad = lambda: None
         return optimizer
 
-    train(Combined(), by_rank[0], kind, make_one)
+    train(Combined(), by_rank[0], kind, make_one, num_steps=num_steps)
     return weights(model)
 
 
@@ -152,10 +205,14 @@ def expected_weights(trial: Trial, make_model: Any, seed: int, by_rank: list[Bat
         rules = (rules_of_ranks(n) if n > 1 else {}) | rules_of_passes(n)
 
     def others() -> dict[str, list[dict]]:
-        return {
+        wrong = {
             told: [whole_batch(make_model, seed, by_rank, kind, rule) for rule in by_rule]
             for told, by_rule in rules.items()
         }
+        if kind == "closure":
+            behind = whole_batch(make_model, seed, by_rank, kind, Rule(), num_steps=1)
+            wrong["it is one step behind: the closure was called after the update"] = [behind]
+        return wrong
 
     return SimpleNamespace(
         right=whole_batch(make_model, seed, by_rank, kind, Rule()),
@@ -171,8 +228,13 @@ def same_everywhere(tensors: list[Any]) -> bool:
     return all(torch.allclose(t, tensors[0], rtol=1e-8, atol=1e-10) for t in tensors)
 
 
-def require_weights(trial: Trial, ends: list[dict], expected: Any, kind: str, help: str) -> None:
-    """The weights of every rank at the end are those of one process."""
+def require_weights(
+    trial: Trial, ends: list[dict], expected: Any, kind: str, help: str, explain: Callable[[], str] = str
+) -> None:
+    """The weights of every rank at the end are those of one process.
+
+    `explain` may know what explains all that is wrong, where none of the usual rules does; "" if it does not.
+    """
     n, right, start = trial.num_ranks, expected.right, expected.start
     frozen_first = sorted(right, key=lambda name: not torch.equal(start[name], right[name]))
     for name in frozen_first:
@@ -184,13 +246,19 @@ def require_weights(trial: Trial, ends: list[dict], expected: Any, kind: str, he
         alternatives: dict[str, Any] = {}
         if not torch.equal(start[name], right[name]):
             alternatives["it is still what it was before training"] = start[name]
+        elif kind == "AdamW":
+            decayed = start[name] * (1 - DECAY["lr"] * DECAY["weight_decay"]) ** len(PASSES)
+            alternatives["it has no gradient, and decayed: AdamW was given one of zeros"] = decayed
         for told, by_rule in expected.others().items():
             alternatives[told] = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
         if not same_everywhere(actual):
             told = "the ranks do not have the same weights: the updated shares did not reach every rank"
             alternatives[told] = actual
+        told = explain()
+        if told:
+            alternatives[told] = actual
         trial.close(
-            f"{name} after {len(PASSES)} steps of {kind}",
+            f"{name} after {len(PASSES)} steps of {TOLD.get(kind, kind)}",
             actual,
             right[name],
             alternatives=alternatives,
