@@ -1,21 +1,32 @@
 """`python -m grader` is the `grade` command, as is the script of that name."""
 
-import gc
+import codecs
 import sys
+
+PLAIN = {"✓": "+", "✗": "x", "·": ".", "—": "-", "–": "-", "…": "...", "×": "x", "−": "-", "→": "->"}
 
 
 def main() -> None:
-    """Entry point. Imports make much and free little: collecting garbage meanwhile takes most of a second."""
-    gc.disable()
-    from grader.cli import COULD_NOT, grade
-    from grader.ranks.launcher import CannotGradeError
+    """Entry point."""
+    write_what_the_terminal_can_show()
+    from grader.cli import grade
 
-    gc.enable()
-    try:
-        grade(prog_name="grade")
-    except CannotGradeError as error:
-        print(f"grade: {error}", file=sys.stderr)
-        sys.exit(COULD_NOT)
+    grade(prog_name="grade")
+
+
+def write_what_the_terminal_can_show() -> None:
+    """Where the output is ASCII, marks become letters and all else that is not becomes its number."""
+    codecs.register_error("plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="plain")  # type: ignore[union-attr]
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    odd = error.object[error.start : error.end]
+    shown = (PLAIN.get(mark) or mark.encode("ascii", "backslashreplace").decode() for mark in odd)
+    return "".join(shown), error.end
 
 
 if __name__ == "__main__":

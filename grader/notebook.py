@@ -21,11 +21,12 @@ keep_to_quota()  # the kernel's torch, too: it has taken a thread a core that it
 
 if TYPE_CHECKING:
     from grader.judging.course import Lesson
+    from grader.judging.judge import Settings
     from grader.judging.trial import Exercise
     from grader.judging.verdicts import ExerciseReport
 
 
-def check(definition: Any, device: str = "cpu") -> None:
+def check(definition: Any, device: str = "cpu", seed: int | None = None) -> None:
     """Grade one exercise: `check(ColumnParallelLinear)`, in the cell after its definition.
 
     The definition travels by value to fresh processes, one a rank; the verdict is printed, a line per check.
@@ -33,10 +34,13 @@ def check(definition: Any, device: str = "cpu") -> None:
     Args:
         definition: the class or function; it is found in the course by its name.
         device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
+        seed: draw the same inputs again, those of a report that names this seed.
 
     What can not be checked, such as a name that is no exercise, is told in a sentence.
     """
     from grader.judging.course import find_exercise, lessons
+    from grader.judging.judge import Settings
+    from grader.judging.verdicts import Verdict
     from grader.report import exercise_lines
 
     name = definition if isinstance(definition, str) else getattr(definition, "__name__", str(definition))
@@ -47,15 +51,18 @@ def check(definition: Any, device: str = "cpu") -> None:
     elif isinstance(definition, str):
         print(f"give the definition itself: check({name})")
     else:
-        for line, _ in exercise_lines(_report(name, definition, device, *found)):
+        report = _report(name, definition, Settings(device=device, seed=seed), *found)
+        for line, _ in exercise_lines(report):
             print(line)
+        if report.seed is not None and report.verdict != Verdict.PASSED:
+            print(f"  drawn with seed {report.seed}: check({name}, seed={report.seed}) draws the same again")
 
 
 def _report(
-    name: str, definition: Any, device: str, lesson: "Lesson", exercise: "Exercise"
+    name: str, definition: Any, settings: "Settings", lesson: "Lesson", exercise: "Exercise"
 ) -> "ExerciseReport":
     """Grade a definition. A broken program that a lesson gives is run too: its failure is where to start."""
-    from grader.judging.judge import Settings, grade_exercise
+    from grader.judging.judge import grade_exercise
     from grader.judging.verdicts import ExerciseReport, Verdict
 
     given = lesson.given.get(name)
@@ -65,7 +72,7 @@ def _report(
         return ExerciseReport(lesson.name, name, Verdict.NOT_ATTEMPTED, message=message)
     names = {name: definition, **_others(definition, exercise.uses)}
     code = Code(pickled=by_value(names), directory=os.getcwd(), lent=lesson.lent)
-    report = grade_exercise(exercise, lesson.name, code, shared_launcher(), Settings(device=device), _locate)
+    report = grade_exercise(exercise, lesson.name, code, shared_launcher(), settings, _locate)
     if untouched:
         return replace(report, verdict=Verdict.NOT_ATTEMPTED, message="as it was given; this is how it fails")
     return report

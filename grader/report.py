@@ -1,11 +1,7 @@
-"""What a person reads of a grading, in a terminal or a notebook, and what a machine reads."""
+"""What a person reads of a grading, in a terminal or a notebook."""
 
-import json
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +18,7 @@ MARKS = {
     Verdict.HUNG: ("✗", "red"),
     Verdict.OUT_OF_MEMORY: ("✗", "red"),
     Verdict.REFUSED: ("✗", "magenta"),
+    Verdict.UNREADABLE: ("✗", "magenta"),
     Verdict.GRADER_ERROR: ("!", "yellow"),
     Verdict.SKIPPED: ("-", "dim"),
 }
@@ -100,20 +97,3 @@ def summary(reports: Sequence[ExerciseReport], isolation: Isolation) -> str:
     why = f": {isolation.why_open}" if isolation.why_open else ""
     worth = "isolated run" if isolation.closed else f"formative: the ranks were not isolated{why}"
     return f"{passed} of {len(reports)} exercises passed ({worth})"
-
-
-def write_json(
-    path: Path, reports: Sequence[ExerciseReport], isolation: Isolation, settings: dict[str, Any]
-) -> None:
-    """Write the report for a machine."""
-    data = {
-        "format": "scale-by-hand report 1",
-        "isolated": isolation.closed,
-        "not_isolated_because": isolation.why_open,
-        "score_is": "a grade, if a teacher owns this machine" if isolation.closed else "formative",
-        "settings": settings,
-        "passed": sum(report.verdict == Verdict.PASSED for report in reports),
-        "total": len(reports),
-        "exercises": [asdict(report) for report in reports],
-    }
-    path.write_text(json.dumps(data, indent=2) + "\n")

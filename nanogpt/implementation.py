@@ -43,12 +43,14 @@ class Cell:
     """Why this is not Python, with the line, as a sentence; empty when it is."""
 
 
-def read_cells(path: str | os.PathLike[str], *, tolerant: bool = False) -> list[Cell]:
+def read_cells(
+    path: str | os.PathLike[str], *, tolerant: bool = False, text: str | None = None
+) -> list[Cell]:
     """The code of a notebook, cell by cell in order, or of a `.py` file as one cell. Runs nothing.
 
     Empty cells are left out. Magic lines (`%`, `!`, `?`) become `pass`, a cell magic (`%%`) comments out
     its cell. A cell that is not Python raises, or with `tolerant` has its `error` set instead, so that
-    the other cells can be used; demo cells never raise.
+    the other cells can be used; demo cells never raise. What has been read already is given as `text`.
 
     Raises:
         ValueError: one sentence: no such file, not readable, not a notebook, not Python.
@@ -56,7 +58,7 @@ def read_cells(path: str | os.PathLike[str], *, tolerant: bool = False) -> list[
     path = Path(path)
     if path.suffix not in (".ipynb", ".py"):
         raise ValueError(f"{path}: expected a notebook (.ipynb) or a Python file (.py)")
-    text = _read_text(path)
+    text = _read_text(path) if text is None else text
     cells = _notebook_cells(path, text) if path.suffix == ".ipynb" else [_cell(path.name, text)]
     for cell in cells:
         if cell.error and not tolerant and "demo" not in cell.tags:

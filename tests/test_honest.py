@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from grader.cli import _work
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.verdicts import ExerciseReport, Verdict
 from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import Launcher, Limits
+from grader.work import find_work
 from tests.attempts import BACKWARD, CORRECT, FORWARD, MECHANISM, grade, look, twisted
 
 ALL = (FORWARD, BACKWARD, MECHANISM)
@@ -204,7 +204,7 @@ def test_a_helper_beside_the_file_is_found(
 ) -> None:
     (tmp_path / "helper.py").write_text(CORRECT)
     (tmp_path / "submission.py").write_text(source)
-    ((submission, lesson),) = _work(str(tmp_path / "submission.py"), ("copy_to_group",))
+    ((submission, lesson),) = find_work(str(tmp_path / "submission.py"), ("copy_to_group",))
     inside = Launcher(Isolation("on", (tmp_path,)))
     try:
         for one in (launcher, inside) if source.startswith("import") else (launcher,):
@@ -271,14 +271,14 @@ def test_files_that_can_not_be_read_are_told_in_a_sentence(name: str, tmp_path: 
     file, content, words = FILES[name]
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(words)) as error:
-        _work(str(tmp_path / file), ("copy_to_group",))
+        find_work(str(tmp_path / file), ("copy_to_group",))
     assert "\n" not in str(error.value)
 
 
 def test_what_is_no_file_is_told(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.py"):
         with pytest.raises(ValueError, match=f"^{path}"):
-            _work(str(path), ())
+            find_work(str(path), ())
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
 )
 def test_stubs_are_not_attempted(source: str, tmp_path: Path, launcher: Launcher) -> None:
     (tmp_path / "s.py").write_text(source)
-    ((submission, lesson),) = _work(str(tmp_path / "s.py"), ("copy_to_group",))
+    ((submission, lesson),) = find_work(str(tmp_path / "s.py"), ("copy_to_group",))
     (report,) = grade_submission(submission, lesson, launcher, Settings(), ("copy_to_group",))
     assert report.verdict == Verdict.NOT_ATTEMPTED
 

@@ -12,13 +12,13 @@ import cloudpickle
 import psutil
 import pytest
 
-from grader.cli import _work
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.verdicts import Verdict
 from grader.ranks import plain
 from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import ROOT, Code, Launcher, Limits
 from grader.report import summary
+from grader.work import find_work
 from tests.attempts import FORWARD, grade, look, twisted
 
 REFERENCE = ROOT / "solutions" / "tensor_parallel.py"
@@ -228,7 +228,7 @@ def test_an_object_is_never_pickled_for_the_judge() -> None:
 def test_an_imported_reference_is_refused_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "submission.py"
     path.write_text("from solutions.tensor_parallel import copy_to_group\n")
-    ((submission, lesson),) = _work(str(path), ("copy_to_group",))
+    ((submission, lesson),) = find_work(str(path), ("copy_to_group",))
     (report,) = grade_submission(submission, lesson, Launcher(), Settings(), ("copy_to_group",))
     assert report.verdict == Verdict.REFUSED
     assert report.message == "it is imported from the course's own solutions"
@@ -307,6 +307,8 @@ def test_a_killed_grade_leaves_no_process(number: str, tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(below, timeout=15)
     assert not alive
     assert "Traceback" not in output
+    if number == "SIGINT":
+        assert (judge.returncode, output.splitlines()[-1]) == (2, "grade: it was interrupted")
 
 
 def test_the_last_line_says_what_a_score_is_worth(tmp_path: Path, launcher: Launcher) -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from grader.cli import _work
 from grader.judging.course import Lesson, lessons
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.submission import read_submission
 from grader.judging.verdicts import Verdict
 from grader.ranks.launcher import shared_launcher
+from grader.work import find_work
 from tests.bank import judge
 
 ALTERNATIVES = sorted((Path(__file__).parent / "alternatives").glob("*.py"))
@@ -39,7 +39,7 @@ def test_reference_passes(lesson: Lesson) -> None:
 @pytest.mark.parametrize("path", ALTERNATIVES, ids=lambda path: path.stem)
 def test_other_structures_pass(path: Path) -> None:
     """Not isolated and not trusted: graded as a learner's file is, but for four ranks, which take longest."""
-    ((submission, lesson),) = _work(str(path), ())
+    ((submission, lesson),) = find_work(str(path), ())
     names = tuple(name for name in lesson.exercises if name in submission.definitions)
     reports = grade_submission(submission, lesson, shared_launcher(), Settings(ranks=(1, 2, 3)), names)
     assert reports

@@ -10,9 +10,11 @@ from typing import Any
 
 import cloudpickle
 
+from grader.judging.catalogue import lesson_folders
 from grader.judging.submission import from_cells
 from grader.judging.trial import REGISTRY, Exercise
-from grader.ranks.launcher import ROOT, CannotGradeError
+from grader.ranks.faults import CannotGradeError
+from grader.ranks.isolation import ROOT
 from nanogpt.implementation import Cell, without_magics
 
 TRAINING = "\n# --- training"
@@ -127,8 +129,7 @@ def _lend(source: str, found: dict[str, str]) -> None:
 @cache
 def lessons() -> tuple[Lesson, ...]:
     """All lessons, in order."""
-    folders = sorted(path.parents[1] for path in (ROOT / "lessons").glob("*/checks/__init__.py"))
-    return tuple(Lesson(folder) for folder in folders)
+    return tuple(Lesson(folder) for folder in lesson_folders())
 
 
 def find_exercise(name: str) -> tuple[Lesson, Exercise] | None:

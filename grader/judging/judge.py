@@ -13,9 +13,11 @@ import torch
 from grader.judging.course import Lesson
 from grader.judging.stories import Locate
 from grader.judging.submission import Submission, is_untouched
-from grader.judging.trial import Check, Exercise, Layout, Trial
+from grader.judging.trial import Check, Exercise, Layout, Trial, derived_seed
 from grader.judging.verdicts import CheckEnded, CheckReport, ExerciseReport, Verdict, combine, readable
-from grader.ranks.launcher import CannotGradeError, Code, Launcher, Limits
+from grader.ranks.faults import CannotGradeError, keep_traceback
+from grader.ranks.launcher import Code, Launcher
+from grader.ranks.limits import Limits
 
 ENDINGS_UNTIL_SKIP = 2
 """After so many runs of one exercise that ended early, the rest of its checks is skipped."""
@@ -84,6 +86,10 @@ def grade_submission(
 
 def _without_a_run(submission: Submission, lesson: Lesson, exercise: Exercise) -> ExerciseReport | None:
     """The report on an exercise that needs no ranks: it is not there, untouched, or the reference."""
+    if submission.fault:
+        return ExerciseReport(
+            lesson.name, exercise.name, Verdict.UNREADABLE, message=readable(submission.fault)
+        )
     node = submission.definitions.get(exercise.name)
     if node is None and exercise.name in submission.borrowed and not submission.trusted:
         message = "it is imported from the course's own solutions"
@@ -116,13 +122,13 @@ def grade_exercise(
             layout,
             code,
             launcher,
-            seed + number,
+            derived_seed(seed, exercise.name, layout),
             locate,
             settings.limits,
             settings.device,
             exercise.distributed,
         )
-        for number, layout in enumerate(layouts)
+        for layout in layouts
     ]
     wanted = set(only_checks)
     reports: list[CheckReport] = []
@@ -141,8 +147,9 @@ def grade_exercise(
                 report = _run_check(check, trials)
             reports.append(report)
     verdict = combine([report.verdict for report in reports])
+    seconds = time.monotonic() - began
     return ExerciseReport(
-        lesson, exercise.name, verdict, tuple(reports), seconds=time.monotonic() - began, notes=notes
+        lesson, exercise.name, verdict, tuple(reports), seconds=seconds, seed=seed, notes=notes
     )
 
 
@@ -206,24 +213,29 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
 def _try(check: Check, trial: Trial) -> None:
     """Run a check; what fails on ranks that had worked before counts only if it fails on fresh ones too."""
     try:
-        check.function(trial)
+        with trial.drawing(check.name):
+            check.function(trial)
     except CannotGradeError:
         raise
     except Exception:
         if not trial.reused:
             raise
-        check.function(trial.apart)
+        with trial.apart.drawing(check.name):
+            check.function(trial.apart)
 
 
 def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:
     """A check that fails by itself: our fault, kept apart from the learner's."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.lineno}"
+    file = keep_traceback(error)
     return CheckReport(
         check.name,
         check.sentence,
         Verdict.GRADER_ERROR,
         str(trial.layout),
         f"the check itself failed ({place}): {type(error).__name__}: {readable(str(error))}",
-        help="This is a fault of the grader, or the result had an unexpected form: please report it.",
+        help="This is a fault of the grader, or the result had an unexpected form: please report it"
+        + (f"; its traceback is in {file}" if file else "")
+        + ".",
     )

@@ -1,16 +1,20 @@
 """Reads a submission as text: which exercises it defines, and which are still the stub. Runs nothing."""
 
 import ast
+import contextlib
+import hashlib
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from grader.ranks.launcher import ROOT, Code
+from grader.judging.reading import UnreadableError, at_most, read_regular_file, refuse_endless_source
+from grader.ranks.isolation import ROOT
+from grader.ranks.launcher import Code
 from nanogpt.implementation import Cell, read_cells
 
-MAX_BYTES = 64 << 20
+READING_SECONDS = 30
 COURSE_PACKAGES = ("nanogpt", "solutions", "grader", "torch", "lessons")
 
 
@@ -37,6 +41,10 @@ class Submission:
     """Names that it imports from the course's own solutions."""
     open_ended: bool = False
     """It has an `import *`, so more names may exist than can be seen."""
+    sha256: str = ""
+    """Of the file as it was read."""
+    fault: str = ""
+    """Why nothing in it can be graded, as a sentence."""
 
     def locate(self, file: str, line: int) -> str:
         """Where code is, in the learner's words: "cell 3, line 7: `y = x`"; "" for others' code."""
@@ -68,16 +76,32 @@ class Submission:
 
 
 def read_submission(path: Path, *, module: str = "", trusted: bool = False) -> Submission:
-    """Read a notebook or `.py` file.
+    """Read a notebook or `.py` file: a regular one, and nothing that a link leads to.
 
     Raises:
-        ValueError: one sentence: no such file, not a notebook, not Python.
+        UnreadableError: one sentence: a link, not a notebook, not Python.
+        NothingToReadError: one sentence: there is no such file, or this user may not read it.
     """
-    if path.is_file() and path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path} is larger than {MAX_BYTES >> 20} MiB: clear its outputs")
-    with warnings.catch_warnings():
+    data = read_regular_file(path)
+    sha256 = hashlib.sha256(data).hexdigest()
+    try:
+        return replace(_from_bytes(path, data, module, trusted), sha256=sha256)
+    except UnreadableError as error:
+        raise UnreadableError(str(error), sha256) from None
+
+
+def _from_bytes(path: Path, data: bytes, module: str, trusted: bool) -> Submission:
+    with warnings.catch_warnings(), at_most(READING_SECONDS, path):
         warnings.simplefilter("ignore")  # an odd escape in a string, or a cell without an id, is no fault
-        cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb"))
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise UnreadableError(f"{path} is not text in UTF-8") from None
+        refuse_endless_source(path, text)
+        try:
+            cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb", text=text))
+        except ValueError as error:
+            raise UnreadableError(str(error)) from None
         return from_cells(path, cells, module=module, trusted=trusted)
 
 
@@ -124,7 +148,7 @@ def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
 
 def is_untouched(node: ast.AST, given: ast.AST | None) -> bool:
     """Whether a definition is what the lesson gave, or says nothing: `pass`, `...`, NotImplementedError."""
-    if given is not None and ast.dump(node) == ast.dump(given):
+    if given is not None and _alike(node, given):
         return True
     if isinstance(node, ast.FunctionDef):
         return _is_empty(node.body)
@@ -139,6 +163,12 @@ def is_untouched(node: ast.AST, given: ast.AST | None) -> bool:
             and not node.bases[1:]
             and (bool(methods) or not node.bases)
         )
+    return False
+
+
+def _alike(node: ast.AST, given: ast.AST) -> bool:
+    with contextlib.suppress(RecursionError):  # nested deeper than anything that a lesson gives
+        return ast.dump(node) == ast.dump(given)
     return False
 
 

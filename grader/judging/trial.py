@@ -6,9 +6,10 @@ the same file that runs on every rank; only it touches the learner's code.
 """
 
 import contextlib
+import hashlib
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
@@ -19,7 +20,8 @@ from torch import Tensor
 from grader.judging.explain import ByRank, compare
 from grader.judging.stories import Locate, ending
 from grader.judging.verdicts import CheckEnded, Verdict
-from grader.ranks.launcher import Code, Launcher, Limits, Session
+from grader.ranks.launcher import Code, Launcher, Session
+from grader.ranks.limits import Limits
 
 T = TypeVar("T")
 
@@ -136,14 +138,23 @@ def _lesson_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+def derived_seed(seed: int, *names: object) -> int:
+    """A seed for a part of what is drawn: the same for the same names, and unlike that of any others."""
+    digest = hashlib.sha256("\0".join(map(str, (seed, *names))).encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
 class Trial:
     """One exercise in one layout of ranks: draws inputs, runs probes, compares.
 
     Its runs use the same ranks, one after the other, as long as all of them answer.
 
+    What a check draws, and what an observation draws that checks share, depends on the seed and on its own
+    name: which other checks ran, and how they ended, changes nothing.
+
     Attributes:
         num_ranks: size of the group, n.
-        rng: Python random numbers of this trial.
+        rng: Python random numbers of the check that runs.
         reused: whether a run had ranks that had worked before. What fails then must fail `apart` as well.
     """
 
@@ -162,6 +173,7 @@ class Trial:
         self._again = partial(Trial, layout, code, launcher, seed, locate, limits, device, distributed)
         self.num_ranks = layout.num_ranks
         self.layout = layout
+        self._seed = seed
         self.rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._code = code
@@ -195,6 +207,19 @@ class Trial:
             self._session = self._launcher.borrow(self.num_ranks, self.layout.world_size, self._code)
         return self._session
 
+    @contextlib.contextmanager
+    def drawing(self, name: str) -> Iterator[None]:
+        """Inside, draw for what has this name; torch's own random numbers are its own as well."""
+        before = self.rng, self._generator
+        seed = derived_seed(self._seed, name)
+        self.rng, self._generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                self.rng, self._generator = before
+
     def integer(self, low: int, high: int) -> int:
         """A random whole number from low to high, both included."""
         return self.rng.randint(low, high)
@@ -219,7 +244,8 @@ class Trial:
         """The result of `observe(trial)`, run once however many checks ask. Its ending, too, is kept."""
         if observe not in self._seen:
             try:
-                self._seen[observe] = observe(self)
+                with self.drawing(getattr(observe, "__qualname__", "")):
+                    self._seen[observe] = observe(self)
             except CheckEnded as end:
                 self._seen[observe] = CheckEnded(
                     Verdict.SKIPPED, "the run that this check looks at ended early (see above)"
@@ -244,13 +270,20 @@ class Trial:
         communication waits a little, a different time on each rank. A rank that crashes, hangs, is out of
         memory or disagrees with its peers ends the check with that verdict.
         """
+        limits = self._limits.now()
+        if self._limits.used_up:
+            raise CheckEnded(
+                Verdict.HUNG,
+                "not reached: the runs of this submission had used up the time for all of them",
+                help="Which of its runs take long? `grade --total-timeout` allows more seconds.",
+            )
         orders = [[*arguments, *(per_rank[r] if per_rank else ())] for r in range(self.num_ranks)]
         session = self._ranks()
         report = session.run(
             probe,
             self._code,
             orders,
-            limits=self._limits,
+            limits=limits,
             world_size=self.layout.world_size,
             distributed=self._distributed,
             device=self._device,
@@ -262,7 +295,7 @@ class Trial:
             session.close()
         group = list(range(self.layout.world_size - self.num_ranks, self.layout.world_size))
         self.output = "\n".join(report.ranks[r].output for r in group)
-        trouble = ending(report, self._locate, self._limits, group)
+        trouble = ending(report, self._locate, limits, group)
         if trouble is not None:
             raise trouble
         return [report.ranks[r].result for r in group]

@@ -14,6 +14,8 @@ class Verdict(StrEnum):
     HUNG = "hung"
     OUT_OF_MEMORY = "out of memory"
     REFUSED = "refused"
+    UNREADABLE = "unreadable"
+    """What was handed in is no notebook and no Python file, or nothing in it can be graded."""
     GRADER_ERROR = "grader error"
     SKIPPED = "skipped"
     """Not looked at: an earlier check ended the run that this one needs, or the machine can not show it."""
@@ -81,6 +83,8 @@ class ExerciseReport:
     message: str = ""
     """Why there are no checks, where there are none."""
     seconds: float = 0.0
+    seed: int | None = None
+    """What its inputs were drawn with; None where nothing was drawn."""
     notes: tuple[str, ...] = field(default=())
     """What was left out, such as world sizes that this machine has no GPUs for."""
 

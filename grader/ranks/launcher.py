@@ -1,6 +1,7 @@
 """The judge's side of a run: starts the fork server once, hands it runs, and reads back plain data."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -17,34 +18,23 @@ from typing import Any
 
 from grader.ranks import plain
 from grader.ranks.by_value import by_value
+from grader.ranks.faults import WHAT_TO_DO, CannotGradeError
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
 from grader.ranks.leftovers import MARK, kill_marked
+from grader.ranks.limits import Limits
 from grader.ranks.recording import Event, revive
 
 TOKEN_BYTES = 32
 START_SECONDS = 120
 FORKS_ON_MACOS = {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES", "VECLIB_MAXIMUM_THREADS": "1"}
 """Read there alone: a process that has loaded the system's frameworks may fork, and BLAS has no threads."""
+NO_LOOPBACK = (
+    "ranks talk to each other through this machine's loopback interface, and it is down: "
+    "raise it, as root, with `ip link set lo up`, or give the container a network"
+)
 FORK_SERVER = "import gc; gc.disable(); from grader.ranks.forkserver import main; main()"
 """Imports make much and free little: collecting garbage meanwhile takes most of a second."""
-
-
-class CannotGradeError(RuntimeError):
-    """The machine, or the grader itself, failed: never the learner's fault."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one run may use; the limits hold for all its processes together."""
-
-    timeout: float = 30.0
-    """Seconds until a run that still computes is ended."""
-    idle: float = 3.0
-    """Seconds without any progress on any rank after which the ranks count as deadlocked."""
-    memory_bytes: int = 4 * 2**30
-    """Memory beyond what torch itself takes."""
-    max_processes: int = 64
 
 
 @dataclass(frozen=True)
@@ -186,6 +176,8 @@ class Launcher:
         self._start_server(shut_in=False)
 
     def _start_server(self, shut_in: bool) -> None:
+        if not shut_in and not _loopback_is_up():
+            raise CannotGradeError(NO_LOOPBACK)
         preloaded = _preloaded()
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as unless_it_serves:
@@ -198,6 +190,8 @@ class Launcher:
                 server.kill()
                 message = server.communicate()[1].decode(errors="replace")
                 why = last_line(message) if ready else f"it gave no answer for {START_SECONDS} seconds"
+                if os.strerror(errno.ENOSPC) in why:
+                    why = f"{WHAT_TO_DO[errno.ENOSPC]}, and grade again ({why})"
                 raise CannotGradeError(f"the rank server did not start: {why}")
             unless_it_serves.pop_all()
         self._server, self._control, self._preloaded, self._shut_in = server, ours, preloaded, shut_in
@@ -371,6 +365,15 @@ def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[d
     """What stands for the summary and the records of a run whose keeper is gone, or failed."""
     ranks = [asdict(RankReport("dead"))] * num_orders
     return {"ended": ended, "seconds": 0.0, "ranks": ranks, "reason": reason}, [b""] * num_orders
+
+
+def _loopback_is_up() -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _preloaded() -> list[tuple[str, int]]:
