@@ -64,9 +64,10 @@ def training_flops(config: GPTConfig, batch_size: int, sequence_length: int, rec
     A product's backward is two products of its size: one for each of its inputs.
 
     Args:
-        recompute: `none`; `attention`: the attention core runs again in every layer
-            (Korthikanti et al. 2022, arXiv:2205.05198, "selective"); `full`: every block runs its
-            forward again, the head does not.
+        recompute: with `none` nothing is computed again;
+            - with `attention` the attention core is, in every layer: "selective" in Korthikanti et al. 2022
+              (arXiv:2205.05198);
+            - with `full` every block runs its forward again, and the head does not.
 
     Raises:
         ValueError: `recompute` is another word.
@@ -88,10 +89,10 @@ def model_state_bytes(num_parameters: int, recipe: str) -> dict[str, int]:
     """Bytes that live from step to step under Adam: `weights`, `gradients`, `optimizer`, `total`.
 
     Args:
-        recipe: `fp32`: everything in 4 bytes; `mixed`: 16-bit weights and gradients, and an fp32
-            master copy of the weights, which counts with the optimizer: 16 bytes a parameter
-            (ZeRO, arXiv:1910.02054, section 3.1); `mixed_fp32_gradients`: the same with gradients in
-            fp32: 18 bytes.
+        recipe: `fp32` keeps everything in 4 bytes;
+            - `mixed` keeps 16-bit weights and gradients, and an fp32 master copy of the weights, which
+              counts with the optimizer: 16 bytes a parameter (ZeRO, arXiv:1910.02054, section 3.1);
+            - `mixed_fp32_gradients` keeps the same with gradients in fp32: 18 bytes a parameter.
 
     Raises:
         ValueError: `recipe` is another word.
@@ -121,9 +122,9 @@ def activation_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -
     """Bytes that autograd keeps for backward in `model(idx, targets)`, by part.
 
     Training mode, fp32, on the CPU, `0 <= dropout < 1`. Distinct storages, without parameters and
-    buffers, with tokens, positions and targets. Keys as in `count_parameters`; the parts add up to
-    `total`. A storage counts where it is kept first: a norm's input with `norm`, its output with the
-    layer that reads it.
+    buffers, with tokens, positions and targets. Keys as in `count_parameters`: each part has what it keeps,
+    and what two parts could claim, such as a norm's output, counts with one of them. The parts add up to
+    `total`.
 
     Exact for b >= 2 and a >= 2. (With b = 1 or a = 1 and dropout, the values are not copied out of
     the fused projection, which then stays alive as a whole: 8·b·s·h bytes a layer more.)
@@ -175,7 +176,7 @@ def utilization_report(
     datasheet: dict[str, float | bool],
     recompute: str = "none",
 ) -> dict[str, float]:
-    """What a training run says about itself.
+    """What a training run says about itself; model and datasheet are left as they are.
 
     Args:
         datasheet: `flops_per_second`, the figure printed on the accelerator's datasheet, and
@@ -183,8 +184,10 @@ def utilization_report(
         recompute: `none`, or `full` when every block runs its forward again in backward.
 
     Returns:
-        `parameters`; `model_state_gib`, 16 bytes a parameter in GiB (2**30 bytes);
-        `model_flops_utilization` and `hardware_flops_utilization`, fractions of the dense peak.
+        - `parameters`: of the model, a tied one once;
+        - `model_state_gib`: 16 bytes a parameter, in GiB of 1,073,741,824 bytes;
+        - `model_flops_utilization`: FLOPs of forward and backward, as a fraction of the dense peak;
+        - `hardware_flops_utilization`: the same with what is computed again.
     """
     # answer
     config = model.config

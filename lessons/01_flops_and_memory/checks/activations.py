@@ -51,11 +51,20 @@ def activation_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
         "masks are fp32 on the CPU: 4 bytes a number, not one": -masks // 4 * 3,
         "the core's dropout keeps its mask, and its product with the probabilities": -2 * layers * scores,
         "with dropout the core keeps three (b, a, s, s) tensors: one is missing": -layers * scores,
+        "weights are kept by the model, not for backward: parameters are left out": 4 * linear_weights(c),
+        "weights of the MLPs are kept by the model, not for backward: parameters are left out": 32
+        * layers
+        * c.n_embd**2,
         "the fused core keeps no s by s matrix: that is what it is for": layers * scores,
     }
     blocks = layers * b * (34 * s * c.n_embd + 5 * c.n_head * s * s)
     textbook = {"this is the textbook formula: blocks alone, 16-bit, another attention": blocks}
     return textbook | {text: right + size for text, size in off.items()}
+
+
+def linear_weights(c: GPTConfig) -> int:
+    """The elements of all matrices that something is multiplied with."""
+    return 12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd
 
 
 @check("activation_bytes")

@@ -36,6 +36,7 @@ def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
             "half of the s by s core is missing: the causal half, which the mask hides and the products "
             "compute, or one of the two products, q times k and probabilities times v"
         ): attention - core // 2,
+        "adding the biases is not counted: products are": right[key] + bias_additions(key, c, tokens),
         "a head is h/a wide: here each has the full width": attention + (c.n_head - 1) * core,
         "the embedding look-up copies rows, it multiplies nothing": total
         + 2 * tokens * c.vocab_size * c.n_embd,
@@ -44,6 +45,13 @@ def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
             2 * tokens * parameters(c)["total"]
         ),
     }
+
+
+def bias_additions(key: str, c: GPTConfig, tokens: int) -> int:
+    """One operation for each number that a bias is added to."""
+    widths = {"attention": 3 + 1, "mlp": 4 + 1}
+    wide = widths.get(key, sum(widths.values()))
+    return c.bias * c.n_layer * tokens * wide * c.n_embd
 
 
 def head_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:

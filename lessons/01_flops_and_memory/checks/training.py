@@ -37,14 +37,26 @@ def training_slips(c: GPTConfig, b: int, s: int, recompute: str = "none") -> dic
         "6·P a token is an estimate: norms multiply nothing, the core has no parameters": (
             6 * b * s * parameters(c)["total"]
         ),
-        "the head is computed again too: only the blocks run twice": 4 * forward["total"],
-        "only the core runs again here: a block has projections and an MLP too": step + core,
-        "all of attention runs again here, and nothing else": step + forward["attention"],
-        "the core's backward is counted again too: only its forward runs twice": step + 3 * core,
-        "half of the core runs again: it is two products, scores and weighted sum": step + core // 2,
-        "the core of one layer alone runs again": step + core // c.n_layer,
     }
-    return slips if recompute == "none" else {"nothing is computed again here": step} | slips
+    if recompute == "none":
+        return slips | {
+            'nothing is computed again with recompute="none": here the core is': step + core,
+            'nothing is computed again with recompute="none": here the blocks are': (
+                step + forward["attention"] + forward["mlp"]
+            ),
+        }
+    return (
+        {"nothing is computed again here": step}
+        | slips
+        | {
+            "the head is computed again too: only the blocks run twice": 4 * forward["total"],
+            "only the core runs again here: a block has projections and an MLP too": step + core,
+            "all of attention runs again here, and nothing else": step + forward["attention"],
+            "the core's backward is counted again too: only its forward runs twice": step + 3 * core,
+            "half of the core runs again: it is two products, scores and weighted sum": step + core // 2,
+            "the core of one layer alone runs again": step + core // c.n_layer,
+        }
+    )
 
 
 @check("training_flops")
