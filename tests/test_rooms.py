@@ -51,11 +51,27 @@ def test_no_file_imports_its_importer() -> None:
     assert not graph, f"a circle, or what imports it: {sorted(graph)}"
 
 
-def test_a_lessons_checks_need_one_import() -> None:
-    for lesson in lessons():
-        for path in (lesson.directory / "checks").rglob("*.py"):
+def test_a_lessons_checks_need_one_import_of_the_grader() -> None:
+    folders = [ROOT / "lessons" / "shared", *(lesson.directory / "checks" for lesson in lessons())]
+    for folder in folders:
+        for path in folder.rglob("*.py"):
             found = imports_of(path, inside_functions=True)
             assert found <= {"grader.checks"}, f"{path.relative_to(ROOT)} imports {found}"
+
+
+def test_what_lies_with_all_lessons_is_needed_by_two() -> None:
+    shared = ROOT / "lessons" / "shared"
+    for path in shared.glob("[!_]*.py"):
+        name = f"lessons_shared.{path.stem}"
+        needs = {
+            each.name for each in lessons() if f"from {name} import" in texts_of(each.directory / "checks")
+        }
+        inside = f"from .{path.stem} import" in texts_of(shared)
+        assert inside or len(needs) > 1, f"{name} is imported by {needs or 'no lesson'}"
+
+
+def texts_of(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in folder.rglob("*.py"))
 
 
 def test_nothing_that_judges_is_in_a_rank(launcher: Launcher) -> None:

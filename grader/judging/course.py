@@ -20,6 +20,9 @@ from nanogpt.implementation import Cell, without_magics
 TRAINING = "\n# --- training"
 """Begins the line in a reference after which comes what no learner writes."""
 
+SHARED = "lessons_shared"
+"""What `lessons/shared` is called where a lesson's checks import it: what several of them need."""
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -58,21 +61,13 @@ class Lesson:
         """
         module_name = f"checks_of_{self.slug}"
         if module_name not in REGISTRY:
-            folder = self.directory / "checks"
-            spec = importlib.util.spec_from_file_location(
-                module_name,
-                folder / "__init__.py",
-                submodule_search_locations=[str(folder)],
-            )
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module
             try:
-                spec.loader.exec_module(module)
+                if SHARED not in sys.modules:
+                    _load_package(SHARED, ROOT / "lessons" / "shared")
+                _load_package(module_name, self.directory / "checks")
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 raise CannotGradeError(f"the checks of {self.name} can not be loaded: {what}") from error
-            cloudpickle.register_pickle_by_value(module)
         return REGISTRY.get(module_name, {})
 
     @cached_property
@@ -112,6 +107,18 @@ class Lesson:
         import jupytext  # a fifth of a second, and `check` of most exercises needs no text
 
         return [cell for cell in jupytext.read(text).cells if cell.cell_type == "code"]
+
+
+def _load_package(name: str, folder: Path) -> None:
+    """Import a folder as the package `name`. What a probe uses of it travels to the rank by value."""
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
 
 
 def _lend(source: str, found: dict[str, str]) -> None:

@@ -21,9 +21,16 @@ def joined(x, group):
     return whole.transpose(0, 1).contiguous()
 
 
+def part_size(x, group):
+    if x.size(1) % group.size():
+        raise ValueError(f"{x.size(1)} tokens can not be shared by {group.size()} ranks")
+    return x.size(1) // group.size()
+
+
 def summed_part(x, group):
+    size = part_size(x, group)
     first = x.transpose(0, 1).contiguous()
-    own = first.new_empty(first.size(0) // group.size(), *first.shape[1:])
+    own = first.new_empty(size, *first.shape[1:])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.reduce_scatter_tensor(own, first, group=group)
@@ -56,7 +63,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        size = x.size(1) // group.size()
+        size = part_size(x, group)
         return x[:, group.rank() * size :][:, :size].clone()
 
     @staticmethod
@@ -157,6 +164,8 @@ def sequence_parallel_block(block, group):
 
 
 def sequence_parallelize(model, group):
+    if model.config.n_head % group.size():
+        raise ValueError(f"{model.config.n_head} heads can not be shared by {group.size()} ranks")
     blocks, model.transformer.h = model.transformer.h, nn.ModuleList()
     tensor_parallelize(model, group)
     model.transformer.h = blocks

@@ -17,9 +17,11 @@ from grader.checks import (
     told,
     weights_of,
 )
+from lessons_shared.cut_gpt import describe, own_part
+from lessons_shared.wire import wire_bytes
 
-from .layers import dense_branch
-from .shared import SIZES, SLACK, describe, one_all_reduce, own_part, wire_bytes
+from .branches import dense_branch
+from .shared import PADDING, SIZES, one_all_reduce
 
 exercise(
     "MultiQueryAttention",
@@ -142,7 +144,7 @@ def bug_fix_sends_little(trial: Trial) -> None:
     n = trial.num_ranks
     one_all_reduce(trial, seen, "", seen.output.numel() * 4, "The forward was right: leave it as it is.")
     small = sum(g[0].numel() * 4 for name, g in seen.gradients.items() if name.startswith("key_value"))
-    allowed = 2 * (n - 1) / n * (2 * seen.x.numel() * 4 + small) + SLACK * n
+    allowed = 2 * (n - 1) / n * (2 * seen.x.numel() * 4 + small) + PADDING * n
     for rank, recording in enumerate(each_rank(seen, "recording")):
         events = recording.select(None, BACKWARD)
         trial.require(

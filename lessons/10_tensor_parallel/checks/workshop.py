@@ -17,11 +17,11 @@ from grader.checks import (
     told,
     weights_of,
 )
+from lessons_shared.cut_gpt import cut_dim, dense_model, describe, own_part, small_config
+from lessons_shared.wire import wire_bytes
 from nanogpt.model import GPT, GPTConfig
 
-from .layers import small_config
-from .model import cut_dim, dense_model
-from .shared import SLACK, describe, own_part, wire_bytes
+from .shared import PADDING
 
 exercise(
     "GPT",
@@ -186,7 +186,7 @@ def edited_model_sums_once_a_block_each_way(trial: Trial) -> None:
         for stretch in ("", BACKWARD):
             events = recording.select(None, stretch)
             trial.require(
-                wire_bytes(events, n) <= layers * one + SLACK * n * layers,
+                wire_bytes(events, n) <= layers * one + PADDING * n * layers,
                 f"the {'backward' if stretch else 'forward'} sent {told(events)}, where {layers} all-reduces "
                 "of b·s·h belong",
                 rank=rank,

@@ -15,33 +15,23 @@ from grader.checks import (
     each_rank,
     exercise,
     parts,
-    row_order,
-    stand_alone,
     weights_of,
 )
+from lessons_shared.cut_gpt import cut_dim, describe, gradients_of, small_config
+from lessons_shared.cut_gpt_checks import matrices_are_cut
+from lessons_shared.refusals import refusal_of, refused, undividable
+from lessons_shared.wire import computes_a_share, sends_at_most
 from nanogpt.model import Block, GPTConfig
 
+from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, masks_differ, watch
-from .shared import (
+from .shared import SIZES, alive_before_backward, kept_bytes, mark_backward, run_on_tokens
+from .slips import (
     BIAS_ADDED_OFTEN,
     BLOCKS,
-    SIZES,
     SUMMED_TWICE,
-    alive_before_backward,
-    attention_gradients_are_right,
-    block_gradients_are_right,
-    cut_dim,
-    describe,
-    fused_of,
-    gradients_of,
     gradients_summed_twice,
-    heads_of,
-    kept_bytes,
-    mark_backward,
     own_token_gradients,
-    run_on_tokens,
-    sends_at_most,
-    small_config,
     with_biases_added_often,
 )
 
@@ -214,7 +204,6 @@ def block_input_gradient_is_the_dense_one(trial: Trial) -> None:
 @check("sequence_parallel_block")
 def block_is_cut_and_names_stay(trial: Trial) -> None:
     """Each rank has its slice of every matrix, in tensors of their own, under the dense block's names."""
-    n = trial.num_ranks
     for seen in trial.once(observe_block).plain:
         for rank, held in enumerate(each_rank(seen, "weights")):
             odd = sorted(set(seen.weights) ^ set(held))
@@ -226,40 +215,29 @@ def block_is_cut_and_names_stay(trial: Trial) -> None:
                 "one: hand over the Parameter of the cut layer.",
                 rank=rank,
             )
-            trial.require(
-                row_order(fused_of(held, ""), heads_of(fused_of(seen.weights, ""), rank, n)) is not None,
-                "attn.c_attn does not hold this rank's heads of q, of k and of v",
-                rank=rank,
-            )
-        for name, whole in seen.weights.items():
-            if ".c_attn." not in name:
-                dim = cut_dim(name)
-                trial.close(
-                    name, each_rank(seen, "weights", name), whole if dim is None else parts(whole, dim, n)
-                )
-        stand_alone(trial, seen.results)
+        matrices_are_cut(trial, seen, ["attn."])
 
 
 @check("sequence_parallel_block")
 def norms_and_biases_are_summed(trial: Trial) -> None:
     """Norms and the biases after a reduce-scatter have the dense gradient, the same on every rank."""
     for seen in trial.once(observe_block).plain:
-        block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=True)
+        block_gradients_are_right(trial, seen, "gradients", 1, only_replicated=True)
 
 
 @check("sequence_parallel_block")
 def slices_have_the_dense_gradient(trial: Trial) -> None:
     """Every slice of a matrix has its part of the dense gradient."""
     for seen in trial.once(observe_block).plain:
-        block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=False)
-        attention_gradients_are_right(trial, seen, "gradients", "")
+        block_gradients_are_right(trial, seen, "gradients", 1, only_replicated=False)
+        attention_gradients_are_right(trial, seen, "gradients", "attn.")
 
 
 @check("sequence_parallel_block")
 def two_passes_add_up(trial: Trial) -> None:
     """After a second pass every gradient is twice the dense one: each backward is summed once."""
     for seen in trial.once(observe_block).plain:
-        block_gradients_are_right(trial, seen, "twice", "", 2)
+        block_gradients_are_right(trial, seen, "twice", 2)
 
 
 @check("sequence_parallel_block")
@@ -299,18 +277,9 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
 @check("sequence_parallel_block")
 def block_computes_its_share(trial: Trial) -> None:
     """Each rank computes 1/n of the dense block's products."""
-    n = trial.num_ranks
     for seen in trial.once(observe_block).plain:
         b, s, h = seen.x.shape
-        share = (24 * b * s * h * h + 4 * b * s * s * h) / n
-        for rank, recording in enumerate(each_rank(seen, "recording")):
-            flops = recording.flops(after="")
-            trial.require(
-                flops <= 1.05 * share,
-                f"the forward computed {flops:,} FLOPs, where {share:,.0f} are 1/{n} of the dense block's",
-                help="Multiply with this rank's slices alone.",
-                rank=rank,
-            )
+        computes_a_share(trial, seen, (24 * b * s * h * h + 4 * b * s * s * h) / trial.num_ranks)
 
 
 @check("sequence_parallel_block")
@@ -333,5 +302,17 @@ def gradients_know_what_was_dropped(trial: Trial) -> None:
         if drop_as_seen(dense, [dense], seen, RATE, False):
             dense(seen.x.double()).backward(seen.upstream.double())
             seen.gradients = {name: p.grad for name, p in dense.named_parameters()}
-            block_gradients_are_right(trial, seen, "gradients", "", 1)
-            attention_gradients_are_right(trial, seen, "gradients", "")
+            block_gradients_are_right(trial, seen, "gradients", 1)
+            attention_gradients_are_right(trial, seen, "gradients", "attn.")
+
+
+def refusal_probe(rank, config: dict) -> dict:
+    return refusal_of(rank.submission.sequence_parallel_block, Block(GPTConfig(**config)), rank.group)
+
+
+@check("sequence_parallel_block", world_sizes=(2, 4), subgroup=False)
+def block_refuses_heads_that_do_not_divide(trial: Trial) -> None:
+    """Heads that do not divide by the ranks are a ValueError that names both numbers; nothing was changed."""
+    heads = undividable(trial)
+    config = small_config(trial, n_head=heads, n_embd=heads * 12)  # the width divides; the heads do not
+    refused(trial, trial.run(refusal_probe, config), heads)

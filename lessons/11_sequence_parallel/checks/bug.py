@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
+from lessons_shared.cut_gpt import describe, gradients_of
+from lessons_shared.wire import sends_at_most
 
-from .shared import SIZES, describe, gradients_of, sends_at_most
+from .shared import SIZES
 
 exercise(
     "AdaptedRowLinear",

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts, told
+from grader.checks import BACKWARD, Trial, check, each_rank, exercise, parts
+from lessons_shared.pairs import Pairs
+from lessons_shared.refusals import refusal_of, refused, undividable
+from lessons_shared.wire import nothing_travels, sends_at_most
 
-from .shared import SIZES, sends_at_most
+from .shared import SIZES
 
 exercise(
     "gather_sequence",
@@ -44,38 +47,10 @@ exercise(
     ),
 )
 
-NAMES = ("gather_sequence", "reduce_scatter_sequence", "scatter_sequence")
 
-
-def function_probe(rank, name: str, cases: list) -> list[dict]:
-    return [one_case(rank, name, *case) for case in cases]
-
-
-def one_case(rank, name: str, x: Tensor, upstream: Tensor, scrambled: bool) -> dict:
-    function = getattr(rank.submission, name)
-    if scrambled:  # the same numbers, stored in another order
-        x = x.transpose(0, -1).contiguous().transpose(0, -1)
-        upstream = upstream.transpose(0, -1).contiguous().transpose(0, -1)
-    leaf = x.clone().requires_grad_()
-    handed = leaf * 1.0
-    before, given = handed.detach().clone(), upstream.clone()
-    with rank.record() as recording:
-        y = function(handed, rank.group)
-        after_forward = handed.detach().clone()
-        recording.mark(BACKWARD)
-        backward(y, upstream)
-    return {
-        "output": y,
-        "gradient": leaf.grad,
-        "x_changed": not torch.equal(before, after_forward),
-        "upstream_changed": not torch.equal(given, upstream),
-        "recording": recording,
-    }
-
-
-def drawn(trial: Trial, name: str, dtype: torch.dtype, batch: int) -> SimpleNamespace:
+def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
     """x and the upstream gradient by rank, alike or different as the contract has it, and what is right."""
-    n = trial.num_ranks
+    n, batch = trial.num_ranks, trial.choice([1, 3])
     own, width = trial.integer(2, 4), trial.choice([3, 5, 7])
     large, small = (batch, n * own, width), (batch, own, width)
 
@@ -93,67 +68,17 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype, batch: int) -> SimpleName
 
     if name == "gather_sequence":
         xs, upstreams = different(small), different(large)
-        output, gradient = joined(xs), summed(upstreams)
+        outputs, gradients = joined(xs), summed(upstreams)
     elif name == "reduce_scatter_sequence":
         xs, upstreams = different(large), different(small)
-        output, gradient = summed(xs), joined(upstreams)
+        outputs, gradients = summed(xs), joined(upstreams)
     else:
         xs, upstreams = alike(large), different(small)
-        output, gradient = parts(xs[0], 1, n), joined(upstreams)
-    return SimpleNamespace(xs=xs, upstreams=upstreams, output=output, gradient=gradient)
+        outputs, gradients = parts(xs[0], 1, n), joined(upstreams)
+    return SimpleNamespace(xs=xs, upstreams=upstreams, outputs=outputs, gradients=gradients)
 
 
-KINDS = (
-    (torch.float32, False, 3),
-    (torch.float64, True, 2),
-    (torch.bfloat16, False, 2),
-    (torch.float32, True, 1),
-)
-"""(dtype, stored transposed, batch); the first is what most checks look at"""
-
-
-def observe(name: str):
-    def run(trial: Trial) -> list[SimpleNamespace]:
-        cases = [drawn(trial, name, dtype, batch) for dtype, _, batch in KINDS]
-        runs = [
-            (
-                name,
-                [(c.xs[r], c.upstreams[r], kind[1]) for c, kind in zip(cases, KINDS, strict=True)],
-            )
-            for r in range(trial.num_ranks)
-        ]
-        results = trial.run(function_probe, per_rank=runs)
-        for number, case in enumerate(cases):
-            case.results = [result[number] for result in results]
-        return cases
-
-    return run
-
-
-RUN = {name: observe(name) for name in NAMES}
-
-
-def leaves_alone(trial: Trial, name: str) -> None:
-    for case in trial.once(RUN[name]):
-        for rank, result in enumerate(case.results):
-            trial.require(not result["x_changed"], "x was changed in place", rank=rank)
-            trial.require(
-                not result["upstream_changed"],
-                "the gradient that came in was changed in place",
-                help="A residual connection hands the same tensor to its other branch: copy before a "
-                "collective.",
-                rank=rank,
-            )
-
-
-def any_kind_works(trial: Trial, name: str) -> None:
-    for (dtype, scrambled, batch), case in zip(KINDS, trial.once(RUN[name]), strict=True):
-        stored = ", stored transposed" if scrambled else ""
-        kind = f"({str(dtype).removeprefix('torch.')}, batch of {batch}{stored})"
-        trial.close(f"the output {kind}", each_rank(case, "output"), [o.to(dtype) for o in case.output])
-        trial.close(
-            f"the gradient of x {kind}", each_rank(case, "gradient"), [g.to(dtype) for g in case.gradient]
-        )
+PAIRS = Pairs(drawn)
 
 
 # gather_sequence
@@ -162,13 +87,13 @@ def any_kind_works(trial: Trial, name: str) -> None:
 @check("gather_sequence")
 def gathered_in_rank_order(trial: Trial) -> None:
     """Every rank gets all tokens, (b, s, h), in rank order along dimension 1."""
-    seen, *_ = trial.once(RUN["gather_sequence"])
+    seen = PAIRS.plain(trial, "gather_sequence")
     n = trial.num_ranks
     alternatives = {} if n == 1 else {"joined in the opposite order": torch.cat(seen.xs[::-1], 1)}
     trial.close(
         "the output",
         each_rank(seen, "output"),
-        seen.output,
+        seen.outputs,
         alternatives=alternatives,
         help="all_gather gives the ranks' tensors in rank order: torch.cat(parts, dim=1).",
     )
@@ -177,17 +102,17 @@ def gathered_in_rank_order(trial: Trial) -> None:
 @check("gather_sequence")
 def gather_sums_the_gradients_of_own_tokens(trial: Trial) -> None:
     """The gradient of x is the sum over the ranks of the gradients of this rank's tokens."""
-    seen, *_ = trial.once(RUN["gather_sequence"])
+    seen = PAIRS.plain(trial, "gather_sequence")
     n = trial.num_ranks
     own = [parts(u, 1, n)[r] for r, u in enumerate(seen.upstreams)]
     trial.close(
         "the gradient of x",
         each_rank(seen, "gradient"),
-        seen.gradient,
+        seen.gradients,
         alternatives={
             "only this rank's own gradient: nothing was summed": own,
-            "the mean over the ranks": [g / n for g in seen.gradient],
-            "the tokens of the rank opposite": seen.gradient[::-1],
+            "the mean over the ranks": [g / n for g in seen.gradients],
+            "the tokens of the rank opposite": seen.gradients[::-1],
         },
         help="In lesson 10 what followed a gather was replicated. Here it is cut: each rank knows a part.",
     )
@@ -196,8 +121,8 @@ def gather_sums_the_gradients_of_own_tokens(trial: Trial) -> None:
 @check("gather_sequence")
 def gather_sends_one_of_each(trial: Trial) -> None:
     """Forward one all-gather, backward one reduce-scatter: (n-1)/n of the whole each way."""
-    seen, *_ = trial.once(RUN["gather_sequence"])
-    whole = seen.output[0].numel() * 4
+    seen = PAIRS.plain(trial, "gather_sequence")
+    whole = seen.outputs[0].numel() * 4
     sends_at_most(trial, seen, "", whole, "one all-gather would", "One all-gather of this rank's tokens.")
     help = "An all-reduce sends twice as much, and leaves n-1 parts that nobody needs: reduce-scatter."
     sends_at_most(trial, seen, BACKWARD, whole, "one reduce-scatter would", help)
@@ -206,13 +131,13 @@ def gather_sends_one_of_each(trial: Trial) -> None:
 @check("gather_sequence")
 def gather_leaves_its_inputs_alone(trial: Trial) -> None:
     """Neither x nor the incoming gradient is changed."""
-    leaves_alone(trial, "gather_sequence")
+    PAIRS.leave_inputs_alone(trial, "gather_sequence")
 
 
 @check("gather_sequence")
 def gather_takes_any_dtype_and_layout(trial: Trial) -> None:
-    """It works in float64 and bfloat16 too, and on tensors that are not contiguous."""
-    any_kind_works(trial, "gather_sequence")
+    """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
+    PAIRS.take_any_kind(trial, "gather_sequence")
 
 
 # reduce_scatter_sequence
@@ -221,16 +146,16 @@ def gather_takes_any_dtype_and_layout(trial: Trial) -> None:
 @check("reduce_scatter_sequence")
 def own_tokens_of_the_sum(trial: Trial) -> None:
     """Rank r gets the r-th tokens, (b, s/n, h), of the sum over the ranks."""
-    seen, *_ = trial.once(RUN["reduce_scatter_sequence"])
+    seen = PAIRS.plain(trial, "reduce_scatter_sequence")
     n = trial.num_ranks
     trial.close(
         "the output",
         each_rank(seen, "output"),
-        seen.output,
+        seen.outputs,
         alternatives={
             "only this rank's own x: nothing was summed": [parts(x, 1, n)[r] for r, x in enumerate(seen.xs)],
-            "the mean over the ranks": [o / n for o in seen.output],
-            "the tokens of the rank opposite": seen.output[::-1],
+            "the mean over the ranks": [o / n for o in seen.outputs],
+            "the tokens of the rank opposite": seen.outputs[::-1],
         },
         help="Split x along dimension 1 into n parts: the r-th of each rank is summed on rank r.",
     )
@@ -239,16 +164,16 @@ def own_tokens_of_the_sum(trial: Trial) -> None:
 @check("reduce_scatter_sequence")
 def reduce_scatter_gathers_gradients(trial: Trial) -> None:
     """The gradient of x is that of all tokens, whole on every rank."""
-    seen, *_ = trial.once(RUN["reduce_scatter_sequence"])
+    seen = PAIRS.plain(trial, "reduce_scatter_sequence")
     n, own = trial.num_ranks, [torch.zeros_like(u) for u in seen.upstreams]
     alone = [torch.cat([*own[:r], seen.upstreams[r], *own[r + 1 :]], 1) for r in range(n)]
     trial.close(
         "the gradient of x",
         each_rank(seen, "gradient"),
-        seen.gradient,
+        seen.gradients,
         alternatives={
             "zero for the other ranks' tokens: they were not gathered": alone,
-            "divided by the number of ranks": [g / n for g in seen.gradient],
+            "divided by the number of ranks": [g / n for g in seen.gradients],
         },
         help="Every rank's x went into every token of the sum: its gradient is needed for all of them.",
     )
@@ -257,7 +182,7 @@ def reduce_scatter_gathers_gradients(trial: Trial) -> None:
 @check("reduce_scatter_sequence")
 def reduce_scatter_sends_one_of_each(trial: Trial) -> None:
     """Forward one reduce-scatter, backward one all-gather: (n-1)/n of the whole each way."""
-    seen, *_ = trial.once(RUN["reduce_scatter_sequence"])
+    seen = PAIRS.plain(trial, "reduce_scatter_sequence")
     whole = seen.xs[0].numel() * 4
     help = "An all-reduce sends twice as much, and leaves n-1 parts that nobody needs: reduce-scatter."
     sends_at_most(trial, seen, "", whole, "one reduce-scatter would", help)
@@ -267,13 +192,29 @@ def reduce_scatter_sends_one_of_each(trial: Trial) -> None:
 @check("reduce_scatter_sequence")
 def reduce_scatter_leaves_its_inputs_alone(trial: Trial) -> None:
     """Neither x nor the incoming gradient is changed."""
-    leaves_alone(trial, "reduce_scatter_sequence")
+    PAIRS.leave_inputs_alone(trial, "reduce_scatter_sequence")
 
 
 @check("reduce_scatter_sequence")
 def reduce_scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
-    """It works in float64 and bfloat16 too, and on tensors that are not contiguous."""
-    any_kind_works(trial, "reduce_scatter_sequence")
+    """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
+    PAIRS.take_any_kind(trial, "reduce_scatter_sequence")
+
+
+def refusal_probe(rank, name: str, x: Tensor) -> dict:
+    return refusal_of(getattr(rank.submission, name), x, rank.group)
+
+
+def length_is_refused(trial: Trial, name: str) -> None:
+    """A sequence that does not divide is refused."""
+    length = undividable(trial)
+    refused(trial, trial.run(refusal_probe, name, trial.normal(2, length, 3)), length)
+
+
+@check("reduce_scatter_sequence", world_sizes=(2, 4), subgroup=False)
+def reduce_scatter_refuses_what_does_not_divide(trial: Trial) -> None:
+    """A sequence length that does not divide by the ranks is a ValueError that names both numbers."""
+    length_is_refused(trial, "reduce_scatter_sequence")
 
 
 # scatter_sequence
@@ -282,16 +223,16 @@ def reduce_scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
 @check("scatter_sequence")
 def own_tokens_of_x(trial: Trial) -> None:
     """Rank r gets the r-th tokens of x, (b, s/n, h)."""
-    seen, *_ = trial.once(RUN["scatter_sequence"])
+    seen = PAIRS.plain(trial, "scatter_sequence")
     n = trial.num_ranks
     trial.close(
         "the output",
         each_rank(seen, "output"),
-        seen.output,
+        seen.outputs,
         alternatives={
             "every n-th token: the part is to be contiguous": [seen.xs[0][:, r::n] for r in range(n)],
-            "the tokens of the rank opposite": seen.output[::-1],
-            "the sum over the ranks: x is the same on all of them": [n * o for o in seen.output],
+            "the tokens of the rank opposite": seen.outputs[::-1],
+            "the sum over the ranks: x is the same on all of them": [n * o for o in seen.outputs],
         },
         help="Rank r takes tokens r·s/n up to (r+1)·s/n, along dimension 1.",
     )
@@ -300,16 +241,16 @@ def own_tokens_of_x(trial: Trial) -> None:
 @check("scatter_sequence")
 def scatter_gathers_gradients(trial: Trial) -> None:
     """The gradient of x is that of all tokens, whole on every rank."""
-    seen, *_ = trial.once(RUN["scatter_sequence"])
+    seen = PAIRS.plain(trial, "scatter_sequence")
     n, none = trial.num_ranks, [torch.zeros_like(u) for u in seen.upstreams]
     alone = [torch.cat([*none[:r], seen.upstreams[r], *none[r + 1 :]], 1) for r in range(n)]
     trial.close(
         "the gradient of x",
         each_rank(seen, "gradient"),
-        seen.gradient,
+        seen.gradients,
         alternatives={
             "zero for the other ranks' tokens: they were not gathered": alone,
-            "divided by the number of ranks": [g / n for g in seen.gradient],
+            "divided by the number of ranks": [g / n for g in seen.gradients],
         },
         help="Slicing alone makes autograd put zeros there. x is the same on every rank, and so is its "
         "gradient.",
@@ -319,15 +260,8 @@ def scatter_gathers_gradients(trial: Trial) -> None:
 @check("scatter_sequence")
 def scatter_sends_only_backward(trial: Trial) -> None:
     """The forward sends nothing, the backward one all-gather."""
-    seen, *_ = trial.once(RUN["scatter_sequence"])
-    for rank, recording in enumerate(each_rank(seen, "recording")):
-        events = recording.select(None, "")
-        trial.require(
-            trial.num_ranks == 1 or not events,
-            f"the forward communicated: {told(events)}; every rank has x already",
-            help="Cut x where you are: nothing has to travel.",
-            rank=rank,
-        )
+    seen = PAIRS.plain(trial, "scatter_sequence")
+    nothing_travels(trial, seen, "", "Every rank has the whole x: it only has to cut it.")
     whole = seen.xs[0].numel() * 4
     sends_at_most(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
 
@@ -335,10 +269,16 @@ def scatter_sends_only_backward(trial: Trial) -> None:
 @check("scatter_sequence")
 def scatter_leaves_its_inputs_alone(trial: Trial) -> None:
     """Neither x nor the incoming gradient is changed."""
-    leaves_alone(trial, "scatter_sequence")
+    PAIRS.leave_inputs_alone(trial, "scatter_sequence")
 
 
 @check("scatter_sequence")
 def scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
-    """It works in float64 and bfloat16 too, and on tensors that are not contiguous."""
-    any_kind_works(trial, "scatter_sequence")
+    """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
+    PAIRS.take_any_kind(trial, "scatter_sequence")
+
+
+@check("scatter_sequence", world_sizes=(2, 4), subgroup=False)
+def scatter_refuses_what_does_not_divide(trial: Trial) -> None:
+    """A sequence length that does not divide by the ranks is a ValueError that names both numbers."""
+    length_is_refused(trial, "scatter_sequence")

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
+from lessons_shared.wire import sends_at_most
 
-from .shared import SIZES, alive_before_backward, mark_backward, sends_at_most
+from .shared import SIZES, alive_before_backward, mark_backward
 
 exercise(
     "gathered_linear",

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grader.checks import Trial, each_rank
-
-from .shared import local
+from lessons_shared.cut_gpt import local
 
 PLACES = ("in", "middle", "out")
 """Of a block: what enters it, what its second norm reads, what leaves it."""

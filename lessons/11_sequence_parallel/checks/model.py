@@ -1,38 +1,25 @@
-"""The whole model: values, gradients, what it sends, keeps and computes."""
+"""The whole model: values, gradients, what it sends and computes."""
 
-from types import SimpleNamespace
-
-import torch
-from torch import Tensor, nn
-
-from grader.checks import (
-    Trial,
-    check,
-    drawn_alike,
-    each_rank,
-    exercise,
-    parts,
-    row_order,
-    stand_alone,
-    told,
-    weights_of,
+from grader.checks import Trial, check, each_rank, exercise, told
+from lessons_shared.cut_gpt import cut_dim, small_config
+from lessons_shared.cut_gpt_checks import (
+    attentions,
+    logits_are_right,
+    matrices_are_cut,
+    names_stay,
+    sampling_is_right,
+    table_gradients_are_right,
+    table_is_cut,
+    training_is_right,
 )
+from lessons_shared.refusals import refusal_of, refused, undividable
+from lessons_shared.wire import computes_a_share, sends_at_most, wire_bytes
 from nanogpt.model import GPT, GPTConfig
 
-from .model_runs import built, dense_model, observe_model
-from .shared import (
-    BIAS_ADDED_OFTEN,
-    SIZES,
-    attention_gradients_are_right,
-    block_gradients_are_right,
-    cut_dim,
-    fused_of,
-    heads_of,
-    local,
-    sends_at_most,
-    small_config,
-    wire_bytes,
-)
+from .gradients import attention_gradients_are_right, block_gradients_are_right
+from .model_runs import NAME, observe_model
+from .shared import SIZES
+from .slips import BIAS_ADDED_OFTEN
 
 exercise(
     "sequence_parallelize",
@@ -56,31 +43,6 @@ exercise(
     ),
 )
 
-TABLE = ("transformer.wte.weight", "lm_head.weight")
-
-
-def shared_table(tensors: dict) -> Tensor | None:
-    """The token table, under whichever of its two names comes first."""
-    return next((tensors[name] for name in TABLE if name in tensors), None)
-
-
-def row_ranges(table: Tensor, shards: list[Tensor | None]) -> list[tuple[int, int]] | None:
-    """(first row, number of rows) of the table on each rank, padding left out; None if rows are missing."""
-    if any(shard is None or shard.dim() != 2 or shard.size(1) != table.size(1) for shard in shards):
-        return None
-    first, ranges = 0, []
-    for shard in shards:
-        size = min(len(shard), len(table) - first)
-        while size and not torch.equal(shard[:size], table[first : first + size]):
-            size -= 1
-        ranges.append((first, size))
-        first += size
-    return ranges if first == len(table) else None
-
-
-def ranges_of(seen: SimpleNamespace) -> list[tuple[int, int]] | None:
-    return row_ranges(shared_table(seen.weights), [shared_table(w) for w in each_rank(seen, "weights")])
-
 
 @check("sequence_parallelize")
 def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
@@ -100,126 +62,45 @@ def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
 @check("sequence_parallelize")
 def logits_are_those_of_tensor_parallelize(trial: Trial) -> None:
     """With targets: this rank's part of the vocabulary for all tokens; without: the last token's, whole."""
+    help = (
+        "The last token lies on the last rank that has one: gather before you take it. And cut off what pads "
+        "the vocabulary."
+    )
     for seen in trial.once(observe_model).plain:
-        v, share = seen.config["vocab_size"], -(-seen.config["vocab_size"] // trial.num_ranks)
-        for rank, result in enumerate(seen.results):
-            shape = tuple(getattr(result["logits"], "shape", ()))
-            trial.require(
-                shape[:-1] == tuple(seen.idx.shape) and shape[-1] <= share,
-                f"the logits with targets have shape {shape}, where (b, s) = {tuple(seen.idx.shape)} and "
-                "at most "
-                f"{share} of {v} columns are expected ({seen.name})",
-                help="Called and returning as tensor_parallelize: all tokens, this rank's words.",
-                rank=rank,
-            )
-            trial.require(result["no_loss"], "a loss was returned without targets", rank=rank)
-        trial.close(
-            f"the logits of the last position ({seen.name})",
-            each_rank(seen, "last"),
-            seen.last,
-            help="The last token lies on the last rank that has one: gather before you take it. And cut "
-            "off what pads "
-            "the vocabulary.",
-        )
-        ranges = ranges_of(seen)
-        if ranges is not None:
-            trial.close(
-                f"this rank's logits ({seen.name})",
-                [r["logits"][..., :size] for r, (_, size) in zip(seen.results, ranges, strict=True)],
-                [seen.logits[..., first : first + size] for first, size in ranges],
-            )
+        logits_are_right(trial, seen, help)
 
 
 @check("sequence_parallelize")
 def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
     """Every matrix of attention and MLP and the token table are shards; names stay, the table stays tied."""
-    n = trial.num_ranks
     for seen in trial.once(observe_model).plain:
-        for rank, result in enumerate(seen.results):
-            held = result["weights"]
-            missing = sorted(set(seen.weights) - set(held) - set(TABLE))
-            trial.require(
-                not missing, f"parameters are missing: {', '.join(missing)}", "Names stay GPT's.", rank=rank
-            )
-            share = -(-seen.config["vocab_size"] // n)
-            table = shared_table(held)
-            trial.require(
-                table is not None and table.size(0) <= share,
-                f"the token table is {tuple(getattr(table, 'shape', ()))} on this rank, where {share} "
-                "rows are its "
-                f"share ({seen.name})",
-                rank=rank,
-            )
-            trial.require(
-                result["tied"] and not all(name in held for name in TABLE),
-                "lm_head and wte have weights of their own: the table was untied",
-                rank=rank,
-            )
-        trial.require(
-            ranges_of(seen) is not None,
-            f"the ranks' rows of the token table, joined, are not it ({seen.name})",
-        )
-        for name, whole in seen.weights.items():
-            if name in TABLE or ".c_attn." in name:
-                continue
-            dim = cut_dim(name)
-            trial.close(
-                name, each_rank(seen, "weights", name), whole if dim is None else parts(whole, dim, n)
-            )
-        for layer in range(seen.config["n_layer"]):
-            prefix = f"transformer.h.{layer}."
-            for rank, held in enumerate(each_rank(seen, "weights")):
-                heads = heads_of(fused_of(seen.weights, prefix), rank, n)
-                trial.require(
-                    row_order(fused_of(held, prefix), heads) is not None,
-                    f"c_attn of block {layer} does not hold this rank's heads of q, of k and of v",
-                    rank=rank,
-                )
-        stand_alone(trial, seen.results)
+        names_stay(trial, seen)
+        table_is_cut(trial, seen)
+        matrices_are_cut(trial, seen, attentions(seen.config))
 
 
 @check("sequence_parallelize")
 def replicated_gradients_are_summed(trial: Trial) -> None:
     """Norms, positions and the biases after a reduce-scatter have the dense gradient on every rank."""
     for seen in trial.once(observe_model).plain:
-        block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=True)
+        block_gradients_are_right(trial, seen, "gradients", 1, only_replicated=True)
 
 
 @check("sequence_parallelize")
 def sliced_gradients_are_the_dense_models(trial: Trial) -> None:
     """Every slice of a matrix, and of the token table, has its part of the dense gradient."""
     for seen in trial.once(observe_model).plain:
-        block_gradients_are_right(trial, seen, "gradients", "", 1, only_replicated=False)
-        for layer in range(seen.config["n_layer"]):
-            attention_gradients_are_right(trial, seen, "gradients", f"transformer.h.{layer}.")
+        block_gradients_are_right(trial, seen, "gradients", 1, only_replicated=False)
+        for prefix in attentions(seen.config):
+            attention_gradients_are_right(trial, seen, "gradients", prefix)
         table_gradients_are_right(trial, seen, "gradients", 1)
-
-
-def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, passes: int) -> None:
-    ranges = ranges_of(seen)
-    if ranges is None:
-        return
-    whole = passes * shared_table(seen.gradients)
-    actual = [shared_table(g) for g in each_rank(seen, which)]
-    trial.close(
-        f"the gradient of the token table ({seen.name})",
-        [None if a is None else a[:size] for a, (_, size) in zip(actual, ranges, strict=True)],
-        [whole[first : first + size] for first, size in ranges],
-        alternatives={
-            cause: [passes * shared_table(doubled)[first : first + size] for first, size in ranges]
-            for cause, doubled in getattr(seen, "summed_twice", {}).items()
-        },
-        help="The table is used twice: by the head, for all tokens, and by the embedding, whose rows on "
-        "this rank "
-        "were looked up for all tokens, too.",
-    )
 
 
 @check("sequence_parallelize")
 def gradients_of_two_passes_add_up(trial: Trial) -> None:
     """A second pass adds the same gradient again: complete after each backward, and summed once."""
     for seen in trial.once(observe_model).plain:
-        block_gradients_are_right(trial, seen, "twice", "", 2)
+        block_gradients_are_right(trial, seen, "twice", 2)
         table_gradients_are_right(trial, seen, "twice", 2)
 
 
@@ -260,27 +141,7 @@ def every_rank_computes_its_share(trial: Trial) -> None:
         b, s = seen.idx.shape
         h, layers, v = (seen.config[key] for key in ("n_embd", "n_layer", "vocab_size"))
         dense = layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * n * -(-v // n)
-        for rank, recording in enumerate(each_rank(seen, "recording")):
-            flops = recording.flops(after="")
-            trial.require(
-                flops <= 1.05 * dense / n,
-                f"the forward computed {flops:,} FLOPs on this rank, where {dense / n:,.0f} are 1/{n}",
-                help="Multiply with this rank's slices alone.",
-                rank=rank,
-            )
-
-
-def sampling_probe(rank, config: dict, weights: dict, idx: Tensor, steps: int) -> dict:
-    model = built(rank, config, weights).eval()
-    greedy = model.generate(idx, steps, top_k=1)
-    rank.seed(7)
-    sampled = model.generate(idx, steps)
-    with torch.no_grad():
-        try:
-            odd = local(model(idx[:, : idx.size(1) - 1])[0])
-        except Exception:  # a length that does not divide may be refused
-            odd = None
-    return {"greedy": greedy, "sampled": sampled, "odd": odd}
+        computes_a_share(trial, seen, dense / n)
 
 
 @check("sequence_parallelize", world_sizes=(2, 4), subgroup=False)
@@ -288,61 +149,22 @@ def sampling_still_works(trial: Trial) -> None:
     """`model.generate` gives the dense model's tokens on every rank; uneven lengths may be refused."""
     n = trial.num_ranks
     odd = 30 + trial.choice([1, 5, 7, 11])
-    config = small_config(trial, vocab_size=odd, block_size=3 * n)
-    weights = weights_of(drawn_alike(GPT(GPTConfig(**config)), trial))
-    idx, steps = trial.tokens(config["vocab_size"], 2, 3 * n), 4
-    results = trial.run(sampling_probe, config, weights, idx, steps)
-    greedy = dense_model(config, weights).eval().generate(idx, steps, top_k=1)
-    for rank, result in enumerate(results):
-        trial.require(
-            torch.equal(result["greedy"], greedy),
-            f"with top_k=1 it went on with {result['greedy'][0, -steps:].tolist()}, the dense model with "
-            f"{greedy[0, -steps:].tolist()}",
-            help="generate needs the whole logits of the last token, (b, 1, v), on every rank.",
-            rank=rank,
-        )
-        trial.require(
-            torch.equal(result["sampled"], results[0]["sampled"]),
-            "ranks that are seeded alike sampled different tokens",
-            rank=rank,
-        )
-    with torch.no_grad():
-        last = dense_model(config, weights)(idx[:, : 3 * n - 1])[0]
-    if all(result["odd"] is not None for result in results):
-        trial.close(
-            "the logits of the last token, where the length does not divide by the ranks",
-            each_rank(SimpleNamespace(results=results), "odd"),
-            last,
-            help="What pads the sequence comes after the last real token: take the logits of that one.",
-        )
-
-
-def training_probe(rank, config: dict, weights: dict, batches: list) -> dict:
-    return {name: train(built(rank, config, weights), batches, name) for name in ("SGD", "AdamW")}
-
-
-def train(model: nn.Module, batches: list, name: str) -> Tensor:
-    rates = {"SGD": {"lr": 0.1, "momentum": 0.5}, "AdamW": {"lr": 3e-3, "weight_decay": 0.1}}
-    optimizer = getattr(torch.optim, name)(model.parameters(), **rates[name])
-    losses = []
-    for idx, targets in batches:
-        loss = model(idx, targets)[1]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+    sampling_is_right(trial, NAME, small_config(trial, vocab_size=odd, block_size=3 * n), 3 * n)
 
 
 @check("sequence_parallelize", world_sizes=(2, 4), subgroup=False)
 def sequence_parallel_training_is_the_dense_one(trial: Trial) -> None:
     """The losses of a few steps lie on the dense model's, with SGD and with AdamW."""
-    config = small_config(trial, vocab_size=37, n_layer=1)
-    weights = weights_of(GPT(GPTConfig(**config)))
-    weights = {k: w + 0.1 * trial.normal(*w.shape) for k, w in weights.items()}
-    batches = [[trial.tokens(config["vocab_size"], 2, 8) for _ in range(2)] for _ in range(4)]
-    results = trial.run(training_probe, config, weights, batches)
-    for name in ("SGD", "AdamW"):
-        expected = train(dense_model(config, weights), batches, name)
-        what = f"the list of losses of {len(batches)} steps of {name}"
-        trial.close(what, each_rank(SimpleNamespace(results=results), name), expected, rtol=2e-3)
+    training_is_right(trial, NAME, small_config(trial, vocab_size=37, n_layer=1))
+
+
+def refusal_probe(rank, config: dict) -> dict:
+    return refusal_of(rank.submission.sequence_parallelize, GPT(GPTConfig(**config)), rank.group)
+
+
+@check("sequence_parallelize", world_sizes=(2, 4), subgroup=False)
+def model_refuses_heads_that_do_not_divide(trial: Trial) -> None:
+    """Heads that do not divide by the ranks are a ValueError that names both numbers; nothing was changed."""
+    heads = undividable(trial)
+    config = small_config(trial, n_head=heads, n_embd=heads * 12)
+    refused(trial, trial.run(refusal_probe, config), heads)

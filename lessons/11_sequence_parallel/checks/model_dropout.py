@@ -3,16 +3,13 @@
 import torch
 
 from grader.checks import Trial, check, each_rank
+from lessons_shared.cut_gpt import dense_model
+from lessons_shared.cut_gpt_checks import attentions, table_gradients_are_right
 
+from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, masks_differ, stream_is_cut
-from .model import table_gradients_are_right
-from .model_runs import RATE, WORDS, dense_model, observe_model
-from .shared import (
-    alive_before_backward,
-    attention_gradients_are_right,
-    block_gradients_are_right,
-    kept_bytes,
-)
+from .model_runs import RATE, WORDS, observe_model
+from .shared import alive_before_backward, kept_bytes
 
 
 @check("sequence_parallelize")
@@ -48,9 +45,9 @@ def gradients_are_right_with_dropout(trial: Trial) -> None:
         )
         seen.gradients = {name: p.grad for name, p in dense.named_parameters()}
         seen.own_tokens = {}
-        block_gradients_are_right(trial, seen, "gradients", "", 1)
-        for layer in range(seen.config["n_layer"]):
-            attention_gradients_are_right(trial, seen, "gradients", f"transformer.h.{layer}.")
+        block_gradients_are_right(trial, seen, "gradients", 1)
+        for prefix in attentions(seen.config):
+            attention_gradients_are_right(trial, seen, "gradients", prefix)
         table_gradients_are_right(trial, seen, "gradients", 1)
 
 

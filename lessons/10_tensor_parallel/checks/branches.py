@@ -1,0 +1,145 @@
+"""What the two branches of a block have in common: the cases, the run, dropout, communication."""
+
+import copy
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import (
+    BACKWARD,
+    Trial,
+    backward,
+    drawn_alike,
+    each_rank,
+    weights_of,
+)
+from lessons_shared.cut_gpt import (
+    describe,
+    small_config,
+)
+from lessons_shared.refusals import refusal_of
+from nanogpt.model import MLP, CausalSelfAttention, GPTConfig
+
+from .shared import one_all_reduce
+
+BRANCH = {
+    "tensor_parallel_mlp": (MLP, "c_fc", "dropout"),
+    "tensor_parallel_attention": (CausalSelfAttention, "c_attn", "resid_dropout"),
+}
+
+
+def branch_probe(rank, name: str, cases: list) -> list[dict]:
+    return [one_branch(rank, name, *case) for case in cases]
+
+
+def one_branch(rank, name: str, config: dict, weights: dict, x: Tensor, upstream: Tensor) -> dict:
+    branch = BRANCH[name][0](GPTConfig(**config))
+    branch.load_state_dict(weights)
+    branch.to(rank.device)
+    branch = getattr(rank.submission, name)(branch, rank.group)
+    x = x.clone().requires_grad_()
+    with rank.record() as recording:
+        y = branch(x)
+        recording.mark(BACKWARD)
+        backward(y, upstream)
+    return {"output": y, "gradient": x.grad, "recording": recording, **describe(branch)}
+
+
+def dense_branch(branch: nn.Module, x: Tensor, upstream: Tensor) -> SimpleNamespace:
+    branch, x = copy.deepcopy(branch).double(), x.double().requires_grad_()
+    y = branch(x)
+    y.backward(upstream.double())
+    gradients = {name: p.grad for name, p in branch.named_parameters()}
+    return SimpleNamespace(output=y.detach(), x=x.grad, gradients=gradients)
+
+
+def observe_branch(name: str):
+    def observe(trial: Trial) -> dict[str, SimpleNamespace]:
+        seen = {
+            "with bias": branch_case(trial, name, bias=True),
+            "without bias": branch_case(trial, name, bias=False),
+        }
+        cases = [(case.config, case.weights, case.x, case.upstream) for case in seen.values()]
+        results = trial.run(branch_probe, name, cases)
+        for number, case in enumerate(seen.values()):
+            case.results = [result[number] for result in results]
+        return seen
+
+    return observe
+
+
+def branch_case(trial: Trial, name: str, bias: bool) -> SimpleNamespace:
+    config = small_config(trial, bias=bias)
+    branch = drawn_alike(BRANCH[name][0](GPTConfig(**config)), trial)
+    shape = (trial.integer(2, 3), trial.integer(3, 7), config["n_embd"])
+    x, upstream = trial.normal(*shape), trial.normal(*shape)
+    dense = dense_branch(branch, x, upstream)
+    return SimpleNamespace(dense=dense, weights=weights_of(branch), x=x, upstream=upstream, config=config)
+
+
+BRANCHES = {name: observe_branch(name) for name in BRANCH}
+
+
+def branch_output(trial: Trial, name: str, partial) -> None:
+    n = trial.num_ranks
+    for kind, seen in trial.once(BRANCHES[name]).items():
+        bias = seen.weights.get("c_proj.bias")
+        alternatives = partial(seen)
+        if bias is not None:
+            alternatives |= {
+                "the bias of c_proj was added n times": seen.dense.output + (n - 1) * bias,
+                "without the bias of c_proj": seen.dense.output - bias,
+            }
+        trial.close(
+            f"the output ({kind})", each_rank(seen, "output"), seen.dense.output, alternatives=alternatives
+        )
+
+
+def branch_communication(trial: Trial, name: str) -> None:
+    for seen in trial.once(BRANCHES[name]).values():
+        num_bytes = seen.x.numel() * 4
+        help = "c_fc or c_attn stays cut (gather nothing), c_proj takes it cut and sums once."
+        one_all_reduce(trial, seen, "", num_bytes, help)
+        one_all_reduce(trial, seen, BACKWARD, num_bytes, "Only the gradient of x is summed, once.")
+
+
+def branch_dropout_probe(rank, name: str, config: dict, weights: dict, x: Tensor, seed: int) -> dict:
+    branch = BRANCH[name][0](GPTConfig(**config))
+    branch.load_state_dict(weights)
+    branch.to(rank.device).train()
+    rank.seed(seed)
+    branch = getattr(rank.submission, name)(branch, rank.group)
+    rank.seed(seed + 1)
+    return {"outputs": [branch(x), branch(x)], "asleep": branch.eval()(x)}
+
+
+def branch_dropout(trial: Trial, name: str) -> None:
+    config = small_config(trial, dropout=0.4)
+    branch = drawn_alike(BRANCH[name][0](GPTConfig(**config)), trial)
+    x = trial.normal(3, 5, config["n_embd"])
+    base = trial.integer(1, 10**6)
+    runs = [(name, config, weights_of(branch), x, base + 10 * rank) for rank in range(trial.num_ranks)]
+    results = trial.run(branch_dropout_probe, per_rank=runs)
+    for rank, result in enumerate(results):
+        for number in range(2):
+            trial.require(
+                torch.equal(result["outputs"][number] == 0, results[0]["outputs"][number] == 0),
+                f"ranks 0 and {rank} dropped different elements of the output, which is the same on both",
+                help="The ranks are seeded differently here. share_dropout makes their masks agree.",
+                rank=rank,
+            )
+        first, second = result["outputs"]
+        trial.require(
+            not torch.equal(first == 0, second == 0) and 0.1 < (first == 0).double().mean().item() < 0.8,
+            "the output was not dropped at random in training mode",
+            help=f"{BRANCH[name][2]} belongs after c_proj, as in the dense one.",
+            rank=rank,
+        )
+    dense = copy.deepcopy(branch).double().eval()(x.double()).detach()
+    trial.close("the output in eval mode", [r["asleep"] for r in results], dense)
+
+
+def branch_refusal_probe(rank, name: str, config: dict) -> dict:
+    branch = BRANCH[name][0](GPTConfig(**config))
+    return refusal_of(getattr(rank.submission, name), branch, rank.group)

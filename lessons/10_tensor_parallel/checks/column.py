@@ -1,0 +1,165 @@
+"""Column-parallel linear layers."""
+
+from types import SimpleNamespace
+
+from grader.checks import (
+    BACKWARD,
+    Trial,
+    check,
+    each_rank,
+    exercise,
+    parts,
+    stand_alone,
+)
+from lessons_shared.refusals import refused, undividable
+from lessons_shared.wire import computes_a_share, nothing_travels
+
+from .linears import LINEAR, built_directly, linear_refusal_probe, weight_alternatives
+from .shared import SIZES, gather_costs, one_all_reduce
+
+exercise(
+    "ColumnParallelLinear",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "nn.Linear keeps its weight as (out, in): output features are its rows. The bias goes with them.",
+        "Every rank uses all of x: which of your four functions completes x's gradient?",
+        "A slice of a Parameter is a view that keeps the whole matrix alive: clone it.",
+    ),
+)
+
+
+@check("ColumnParallelLinear")
+def weight_is_this_ranks_rows(trial: Trial) -> None:
+    """Rank r holds the r-th contiguous slice of the output features, of the weight and of the bias."""
+    n = trial.num_ranks
+    for name, seen in trial.once(LINEAR["ColumnParallelLinear"]).items():
+        trial.close(
+            f"weight ({name})",
+            each_rank(seen, "weights", "weight"),
+            parts(seen.weight, 0, n),
+            alternatives=weight_alternatives(seen.weight, 0, n),
+        )
+        if seen.bias is not None:
+            trial.close(
+                f"bias ({name})",
+                each_rank(seen, "weights", "bias"),
+                parts(seen.bias, 0, n),
+            )
+
+
+@check("ColumnParallelLinear")
+def column_shards_stand_alone(trial: Trial) -> None:
+    """The shards are tensors of their own, not views that keep the whole weight alive."""
+    for seen in trial.once(LINEAR["ColumnParallelLinear"]).values():
+        stand_alone(trial, seen.results)
+
+
+@check("ColumnParallelLinear")
+def output_is_the_dense_layers_slice(trial: Trial) -> None:
+    """Rank r's output is the r-th slice of the dense layer's."""
+    n = trial.num_ranks
+    for name in ("plain", "3-D", "without bias"):
+        seen = trial.once(LINEAR["ColumnParallelLinear"])[name]
+        trial.close(
+            f"the output ({name})",
+            each_rank(seen, "output"),
+            parts(seen.dense.output, -1, n),
+            alternatives={
+                "without the bias": parts(seen.dense.product, -1, n),
+                "the whole output: it was gathered": [seen.dense.output] * n,
+            },
+        )
+
+
+@check("ColumnParallelLinear")
+def gathered_output_is_whole(trial: Trial) -> None:
+    """With gather_output=True every rank gets the whole output, and the gradients are still right."""
+    seen = trial.once(LINEAR["ColumnParallelLinear"])["other option"]
+    n = trial.num_ranks
+    trial.close(
+        "the output",
+        each_rank(seen, "output"),
+        seen.dense.output,
+        alternatives={
+            "this rank's slice: nothing was gathered": parts(seen.dense.output, -1, n),
+            "without the bias": seen.dense.product,
+        },
+    )
+    column_gradients(trial, seen)
+
+
+@check("ColumnParallelLinear")
+def input_gradient_is_whole(trial: Trial) -> None:
+    """The gradient of x is the dense layer's: every rank's rows have had their say."""
+    n = trial.num_ranks
+    for name in ("plain", "3-D", "without bias"):
+        seen = trial.once(LINEAR["ColumnParallelLinear"])[name]
+        partial = [
+            u.double() @ w.double()
+            for u, w in zip(parts(seen.upstream, -1, n), parts(seen.weight, 0, n), strict=True)
+        ]
+        trial.close(
+            f"the gradient of x ({name})",
+            each_rank(seen, "gradient"),
+            seen.dense.x,
+            alternatives={"partial: only this rank's rows have contributed": partial},
+            help="x enters sharded computation here: that is what copy_to_group is for.",
+        )
+
+
+def column_gradients(trial: Trial, seen: SimpleNamespace) -> None:
+    n = trial.num_ranks
+    for name, whole in (("weight", seen.dense.weight), ("bias", seen.dense.bias)):
+        if whole is None:
+            continue
+        own = parts(whole, 0, n)
+        trial.close(
+            f"the gradient of {name} after two passes",
+            each_rank(seen, "twice", name),
+            [2 * g for g in own],
+            alternatives={
+                "summed over the ranks: n times too large": [2 * n * g for g in own],
+                "that of one pass: the second was not added": own,
+            },
+        )
+
+
+@check("ColumnParallelLinear")
+def shard_gradients_are_the_dense_ones(trial: Trial) -> None:
+    """The gradients of weight and bias are slices of the dense layer's, and add up over two passes."""
+    for name in ("plain", "3-D", "without bias"):
+        column_gradients(trial, trial.once(LINEAR["ColumnParallelLinear"])[name])
+
+
+@check("ColumnParallelLinear")
+def column_sends_one_all_reduce_backward(trial: Trial) -> None:
+    """The forward sends nothing (gather_output: one all-gather), the backward one all-reduce of x's size."""
+    for name, seen in trial.once(LINEAR["ColumnParallelLinear"]).items():
+        if name == "other option":
+            gather_costs(trial, seen, "", seen.dense.output.numel() * 4)
+        else:
+            nothing_travels(trial, seen, "", "x is on every rank already, and the output stays cut.")
+        help = "The backward sends the gradient of x, in copy_to_group, and no other: shards need none."
+        one_all_reduce(trial, seen, BACKWARD, seen.x.numel() * 4, help)
+
+
+@check("ColumnParallelLinear")
+def column_computes_its_share(trial: Trial) -> None:
+    """Each rank computes 1/n of the dense layer's product."""
+    for seen in trial.once(LINEAR["ColumnParallelLinear"]).values():
+        rows = seen.x.numel() // seen.x.size(-1)
+        computes_a_share(trial, seen, 2 * rows * seen.weight.numel() / trial.num_ranks)
+
+
+@check("ColumnParallelLinear", world_sizes=(2, 1, 4), subgroup=False)
+def column_starts_sensibly(trial: Trial) -> None:
+    """Built directly it has its shard of random weights."""
+    built_directly(trial, "ColumnParallelLinear")
+
+
+@check("ColumnParallelLinear", world_sizes=(2, 4), subgroup=False)
+def column_refuses_what_does_not_divide(trial: Trial) -> None:
+    """out_features that do not divide by the ranks are a ValueError that names both numbers."""
+    size = undividable(trial)
+    refused(trial, trial.run(linear_refusal_probe, "ColumnParallelLinear", (4, size)), size)

@@ -1,0 +1,208 @@
+"""The embedding over a cut vocabulary."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from grader.checks import (
+    BACKWARD,
+    Trial,
+    backward,
+    check,
+    each_rank,
+    exercise,
+    stand_alone,
+)
+from lessons_shared.cut_gpt import (
+    describe,
+    row_ranges,
+)
+from lessons_shared.refusals import undividable
+from lessons_shared.wire import nothing_travels
+
+from .shared import SIZES, one_all_reduce
+
+exercise(
+    "VocabParallelEmbedding",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "A token's row is on one rank. What can the others add to a sum so that it comes out right?",
+        "Shift the tokens by this rank's first row; what lies outside 0..rows-1 belongs to someone else.",
+        "Look up any row for someone else's token (it must exist), and put zeros in its place.",
+    ),
+)
+
+
+def embedding_probe(rank, cases: list) -> list[dict]:
+    return [one_embedding(rank, *case) for case in cases]
+
+
+def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor) -> dict:
+    embedding = nn.Embedding(*table.shape, device=rank.device)
+    with torch.no_grad():
+        embedding.weight.copy_(table)
+    layer = rank.submission.VocabParallelEmbedding.from_embedding(embedding, group=rank.group)
+    held = describe(layer)
+    before = idx.clone()
+    with rank.record() as recording:
+        y = layer(idx)
+        recording.mark(BACKWARD)
+        backward(y, upstream)
+    backward(layer(idx), upstream)
+    return {
+        "output": y,
+        "recording": recording,
+        "idx_changed": not torch.equal(before, idx),
+        "twice": layer.weight.grad,
+        "weight": layer.weight.detach(),
+        "held": held["held"],
+        "weights": held["weights"],
+    }
+
+
+def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
+    n = trial.num_ranks
+    even = n * trial.integer(20, 30)
+    plans = {
+        "v divides": (even, lambda v: trial.tokens(v, 2, 7)),
+        "v does not divide": (undividable(trial, 9), lambda v: trial.tokens(v, 3, 4)),
+        "all tokens on the last rank": (even, lambda v: trial.tokens(v // n, 9) + v - v // n),
+        "v is small": (5, lambda v: torch.arange(5).repeat(2)),
+    }
+    seen = {name: embedding_case(trial, size, draw(size)) for name, (size, draw) in plans.items()}
+    results = trial.run(embedding_probe, [(case.table, case.idx, case.upstream) for case in seen.values()])
+    for number, case in enumerate(seen.values()):
+        case.results = [result[number] for result in results]
+    return seen
+
+
+def embedding_case(trial: Trial, size: int, idx: Tensor) -> SimpleNamespace:
+    width = trial.integer(3, 6)
+    table, upstream = trial.normal(size, width), trial.normal(*idx.shape, width)
+    weight = table.double().requires_grad_()
+    y = F.embedding(idx, weight)
+    y.backward(upstream.double())
+    return SimpleNamespace(table=table, idx=idx, upstream=upstream, output=y.detach(), gradient=weight.grad)
+
+
+@check("VocabParallelEmbedding")
+def rows_are_cut_by_rank(trial: Trial) -> None:
+    """Rank r holds the r-th contiguous rows of the table, as many as its share, in a tensor of its own."""
+    n = trial.num_ranks
+    for name, seen in trial.once(observe_embedding).items():
+        size, width = seen.table.shape
+        share = -(-size // n)
+        for rank, weight in enumerate(each_rank(seen, "weight")):
+            trial.require(
+                weight.dim() == 2 and weight.size(1) == width and weight.size(0) <= share,
+                f"weight is {tuple(weight.shape)} on this rank ({name}: {size} rows over {n} ranks), where "
+                f"at most ({share}, {width}) is its share",
+                help="Cut the rows; a padded vocabulary has ceil(v/n) of them on every rank.",
+                rank=rank,
+            )
+        trial.require(
+            row_ranges(seen.table, each_rank(seen, "weight")) is not None,
+            f"the ranks' rows, joined in rank order, are not the table's ({name}: {size} rows)",
+            help="Rank 0 has the first rows, rank 1 the next: contiguous, and none missing at the end.",
+        )
+        stand_alone(trial, seen.results)
+
+
+@check("VocabParallelEmbedding")
+def embedding_output_is_the_dense_one(trial: Trial) -> None:
+    """Every rank gets every token's row."""
+    for name, seen in trial.once(observe_embedding).items():
+        ranges = row_ranges(seen.table, each_rank(seen, "weight"))
+        alternatives = {}
+        if ranges is not None:
+            first_rows = [table_row(seen, *each) for each in ranges if each[1]]
+            own = [own_rows(seen, *each) for each in ranges]
+            alternatives = {
+                "zero where another rank has the row: nothing was summed over the ranks": own,
+                "a stray row was added by each rank that does not have the token": sum(
+                    o.double() + s for o, s in zip(own, first_rows, strict=False)
+                ),
+            } | rows_not_zeroed(seen, trial.num_ranks)
+        trial.close(f"the output ({name})", each_rank(seen, "output"), seen.output, alternatives=alternatives)
+        for rank, result in enumerate(seen.results):
+            trial.require(not result["idx_changed"], "the tokens were changed in place", rank=rank)
+
+
+def own_rows(seen: SimpleNamespace, first: int, size: int) -> Tensor:
+    """What a rank with these rows can contribute: the others' tokens are zero."""
+    mine = (seen.idx >= first) & (seen.idx < first + size)
+    return seen.table[seen.idx] * mine.unsqueeze(-1)
+
+
+def table_row(seen: SimpleNamespace, first: int, size: int) -> Tensor:
+    """What a rank adds by mistake if it looks up its first row for the others' tokens."""
+    other = (seen.idx < first) | (seen.idx >= first + size)
+    return seen.table[first].double() * other.unsqueeze(-1)
+
+
+def rows_not_zeroed(seen: SimpleNamespace, n: int) -> dict[str, Tensor]:
+    """The sum over the ranks if each looks up some row of its own for the others' tokens, and keeps it."""
+    share = -(-len(seen.table) // n)
+    table = F.pad(seen.table.double(), (0, 0, 0, n * share - len(seen.table)))
+    shifted = [seen.idx - rank * share for rank in range(n)]
+    found = {
+        "by the remainder": sum(table[rank * share + i % share] for rank, i in enumerate(shifted)),
+        "by clamp": sum(table[rank * share + i.clamp(0, share - 1)] for rank, i in enumerate(shifted)),
+    }
+    return {
+        f"rows of tokens that other ranks own were not zeroed (their index was made to fit {how})": total
+        for how, total in found.items()
+    }
+
+
+@check("VocabParallelEmbedding")
+def row_gradients_are_the_dense_tables(trial: Trial) -> None:
+    """The gradient of the rows is the dense table's, repeated tokens added up, over two passes as well."""
+    n = trial.num_ranks
+    for name, seen in trial.once(observe_embedding).items():
+        ranges = row_ranges(seen.table, each_rank(seen, "weight"))
+        if ranges is None:
+            trial.wrong("the rows are not the table's, so their gradients cannot be compared")
+        own = [seen.gradient[first : first + size] for first, size in ranges]
+        actual = [t[:size] for t, (_, size) in zip(each_rank(seen, "twice"), ranges, strict=True)]
+        trial.close(
+            f"the gradient of weight after two passes ({name})",
+            actual,
+            [2 * g for g in own],
+            alternatives={"n times too large: backward summed over the ranks": [2 * n * g for g in own]},
+            help="Other ranks' tokens must leave no gradient in this rank's rows.",
+        )
+
+
+@check("VocabParallelEmbedding")
+def embedding_sends_one_all_reduce_forward(trial: Trial) -> None:
+    """The forward sends one all-reduce of the output's size, the backward nothing."""
+    for seen in trial.once(observe_embedding).values():
+        one_all_reduce(trial, seen, "", seen.output.numel() * 4, "Sum the rows found; never send the table.")
+        nothing_travels(trial, seen, BACKWARD, "The gradient of the output is on every rank already.")
+
+
+def direct_embedding_probe(rank, size: int, width: int) -> dict:
+    """A table built directly."""
+    layer = rank.submission.VocabParallelEmbedding(size, width, group=rank.group)
+    return {"weight": layer.weight.detach(), "output": layer(torch.arange(size, device=rank.device))}
+
+
+@check("VocabParallelEmbedding", world_sizes=(2, 1, 4), subgroup=False)
+def embedding_starts_sensibly(trial: Trial) -> None:
+    """Built directly it has its rows of a random table."""
+    n = trial.num_ranks
+    size = 8 * n
+    results = trial.run(direct_embedding_probe, size, 16)
+    whole = torch.cat([result["weight"] for result in results])
+    trial.equal("the shape of all rows joined", tuple(whole.shape), (size, 16))
+    trial.close("the rows of all tokens", [result["output"] for result in results], whole)
+    spread = whole.double().std().item()
+    trial.require(
+        0.005 < spread < 3.0,
+        f"the standard deviation of the initial rows is {spread:.3g}; 1 (as nn.Embedding) or 0.02 (as GPT-2) "
+        "is expected",
+    )

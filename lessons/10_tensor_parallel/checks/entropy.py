@@ -1,0 +1,221 @@
+"""The loss over a cut vocabulary."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grader.checks import (
+    BACKWARD,
+    Trial,
+    check,
+    each_rank,
+    exercise,
+    parts,
+    told,
+)
+from lessons_shared.cut_gpt import (
+    own_part,
+)
+
+from .shared import SIZES
+
+exercise(
+    "vocab_parallel_cross_entropy",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "Cross entropy of one token: log(sum of exp(logits)) - logit of the target. Which of the two needs "
+        "all ranks, and how many numbers a token does each rank have to tell?",
+        "Subtract the largest logit of all ranks before exp: an all-reduce with op=dist.ReduceOp.MAX. It is "
+        "a constant to autograd: detach it.",
+        "The target's logit is on one rank; the others add zero, as in the embedding.",
+    ),
+)
+
+
+def entropy_probe(rank, cases: list[dict]) -> dict:
+    return {"cases": [one_entropy(rank, case) for case in cases]}
+
+
+def one_entropy(rank, case: dict) -> dict:
+    leaf = case["logits"].clone().requires_grad_()
+    logits = leaf * 1.0
+    before = logits.detach().clone()
+    targets = case["targets"].clone()
+    with rank.record(memory=True) as recording:
+        loss = rank.submission.vocab_parallel_cross_entropy(logits, targets, rank.group)
+        unchanged = torch.equal(before, logits.detach()) and torch.equal(targets, case["targets"])
+        recording.mark(BACKWARD)
+        (loss * case["factor"]).backward()
+    return {"loss": loss, "gradient": leaf.grad, "unchanged": unchanged, "recording": recording}
+
+
+def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
+    """Whole logits (N, v) and targets (N,); the last holds words that do not exist, as padding does.
+
+    In every case some target is counted, and no target is a word that does not exist: the loss is finite.
+    """
+    n = trial.num_ranks
+    share = trial.integer(20, 30)
+    v = n * share
+
+    def logits() -> Tensor:
+        return 2 * trial.normal(trial.integer(6, 12), v)
+
+    plain, some, last, large, padded = (logits() for _ in range(5))
+    ignored = trial.tokens(v, len(some))
+    ignored[: trial.integer(2, len(some) - 2)] = -1
+    offset = 500.0 * torch.arange(len(large)).unsqueeze(1)
+    missing = trial.integer(2, share if n > 1 else share // 2)  # at most the last rank's; some words are left
+    padded[:, v - missing :] = float("-inf")
+    return {
+        "plain": (plain, trial.tokens(v, len(plain))),
+        "with ignored targets": (some, ignored),
+        "all targets on the last rank": (last, trial.tokens(share, len(last)) + v - share),
+        "large logits": (large + offset, trial.tokens(v, len(large))),
+        "padded vocabulary": (
+            padded,
+            trial.tokens(v - share if n > 1 else share - share // 2, len(padded)),
+        ),
+    }
+
+
+def observe_entropy(trial: Trial) -> dict[str, SimpleNamespace]:
+    n = trial.num_ranks
+    cases = entropy_cases(trial)
+    factors = {name: trial.integer(2, 5) for name in cases}
+    runs = [
+        (
+            [
+                {
+                    "logits": own_part(logits, -1, rank, n).contiguous(),
+                    "targets": targets,
+                    "factor": factors[name],
+                }
+                for name, (logits, targets) in cases.items()
+            ],
+        )
+        for rank in range(n)
+    ]
+    results = trial.run(entropy_probe, per_rank=runs)
+    seen = {}
+    for number, (name, (logits, targets)) in enumerate(cases.items()):
+        whole = logits.double().requires_grad_()
+        loss = F.cross_entropy(whole, targets, ignore_index=-1)
+        (loss * factors[name]).backward()
+        seen[name] = SimpleNamespace(
+            results=[result["cases"][number] for result in results],
+            loss=loss.detach(),
+            gradient=whole.grad,
+            softmax=softmax_part(whole.detach(), targets, factors[name]),
+            logits=logits,
+            targets=targets,
+        )
+    return seen
+
+
+def softmax_part(logits: Tensor, targets: Tensor, factor: float) -> Tensor:
+    """The gradient of the mean without what comes through the target's logit."""
+    counted = targets != -1
+    return factor * logits.softmax(-1) * counted.unsqueeze(1) / counted.sum()
+
+
+def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
+    logits, targets = seen.logits.double(), seen.targets
+    counted = targets != -1
+    each = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    zeroed = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+    mine = [
+        shard.logsumexp(-1)[counted].mean()
+        - logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)[counted].mean()
+        for shard in parts(logits, -1, n)
+    ]
+    return {
+        "divided by all targets, ignored ones too": each.sum() / len(targets),
+        "ignored targets (-1) were counted as if they were token 0": zeroed.mean(),
+        "the sum over the targets, where the mean belongs": each.sum(),
+        "the sum of exponentials of this rank's part alone": mine,
+    }
+
+
+@check("vocab_parallel_cross_entropy")
+def loss_is_the_dense_one(trial: Trial) -> None:
+    """The loss is the mean over the counted targets, the same on every rank."""
+    for name in ("plain", "with ignored targets", "all targets on the last rank"):
+        seen = trial.once(observe_entropy)[name]
+        alternatives = entropy_alternatives(seen, trial.num_ranks)
+        trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, alternatives=alternatives)
+
+
+@check("vocab_parallel_cross_entropy")
+def loss_is_stable(trial: Trial) -> None:
+    """Logits in the thousands, and columns of -inf, give the right loss and gradient: no inf, no NaN."""
+    for name in ("large logits", "padded vocabulary"):
+        seen = trial.once(observe_entropy)[name]
+        help = "Subtract the largest logit of the whole row, over all ranks, before exp."
+        trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, help=help)
+        entropy_gradient(trial, seen, name)
+
+
+def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
+    n = trial.num_ranks
+    own = parts(seen.gradient, -1, n)
+    trial.close(
+        f"the gradient of the logits ({name})",
+        each_rank(seen, "gradient"),
+        own,
+        alternatives={
+            "n times too large: backward summed over the ranks": [n * g for g in own],
+            "the target's part is missing: only the softmax is there": parts(seen.softmax, -1, n),
+        },
+        help="softmax minus one at the target, divided by the number of counted targets.",
+    )
+
+
+@check("vocab_parallel_cross_entropy")
+def logits_gradient_is_the_dense_one(trial: Trial) -> None:
+    """The gradient of this rank's logits is that slice of the dense gradient, zero for ignored targets."""
+    for name in ("plain", "with ignored targets", "all targets on the last rank"):
+        entropy_gradient(trial, trial.once(observe_entropy)[name], name)
+
+
+@check("vocab_parallel_cross_entropy")
+def only_a_few_numbers_a_token_travel(trial: Trial) -> None:
+    """Only (N,) vectors and scalars travel, a handful in all, forward and backward."""
+    n = trial.num_ranks
+    for seen in trial.once(observe_entropy).values():
+        num_targets = len(seen.targets)
+        for rank, recording in enumerate(each_rank(seen, "recording")):
+            sizes = [
+                event.num_elements / (n if event.kind == "all_gather" else 1) for event in recording.select()
+            ]
+            trial.require(
+                max(sizes, default=0) <= 4 * num_targets and sum(sizes) <= 6 * num_targets + 16,
+                f"for {num_targets} targets there travelled: {told(recording.select())}",
+                help="Three numbers a token are enough: the largest logit, the sum of exponentials, the "
+                "target's logit.",
+                rank=rank,
+            )
+
+
+@check("vocab_parallel_cross_entropy")
+def full_logits_never_exist(trial: Trial) -> None:
+    """No rank ever makes a tensor as large as the full logits, and the inputs are left alone."""
+    for seen in trial.once(observe_entropy).values():
+        for rank, result in enumerate(seen.results):
+            largest = result["recording"].largest_elements
+            trial.require(
+                trial.num_ranks == 1 or largest <= 0.8 * seen.logits.numel(),
+                f"a tensor of {largest:,} numbers was made, where this rank's logits are "
+                f"{seen.logits.numel() // trial.num_ranks:,} of {seen.logits.numel():,}",
+                help="Reduce your part of each row to one number before anything is sent.",
+                rank=rank,
+            )
+            trial.require(
+                result["unchanged"],
+                "logits or targets were changed in place",
+                help="Work on copies.",
+                rank=rank,
+            )

@@ -1,0 +1,190 @@
+"""Row-parallel linear layers."""
+
+from types import SimpleNamespace
+
+import torch
+
+from grader.checks import (
+    BACKWARD,
+    Trial,
+    check,
+    each_rank,
+    exercise,
+    parts,
+    stand_alone,
+)
+from lessons_shared.refusals import refused, undividable
+from lessons_shared.wire import computes_a_share, nothing_travels
+
+from .linears import LINEAR, built_directly, linear_refusal_probe, weight_alternatives
+from .shared import SIZES, gather_costs, one_all_reduce
+
+exercise(
+    "RowParallelLinear",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "x @ W.T is a sum over the input features. Each rank adds up its part of them: a partial sum of "
+        "the full shape.",
+        "What happens to a bias that every rank adds before the sum over the ranks?",
+        "input_is_parallel=False: x arrives whole; one of your four functions cuts it.",
+    ),
+)
+
+
+@check("RowParallelLinear")
+def weight_is_this_ranks_columns(trial: Trial) -> None:
+    """Rank r holds the r-th contiguous slice of the input features, and the whole bias."""
+    n = trial.num_ranks
+    for name, seen in trial.once(LINEAR["RowParallelLinear"]).items():
+        trial.close(
+            f"weight ({name})",
+            each_rank(seen, "weights", "weight"),
+            parts(seen.weight, 1, n),
+            alternatives=weight_alternatives(seen.weight, 1, n),
+        )
+        if seen.bias is not None:
+            trial.close(
+                f"bias ({name})",
+                each_rank(seen, "weights", "bias"),
+                seen.bias,
+                alternatives={
+                    "bias/n: the sum comes out right, and its gradient n times too small": seen.bias / n,
+                    "zero on all ranks but one": [seen.bias] + [torch.zeros_like(seen.bias)] * (n - 1),
+                },
+                help="Every rank holds the whole bias, and adds it after the sum.",
+            )
+
+
+@check("RowParallelLinear")
+def row_shards_stand_alone(trial: Trial) -> None:
+    """The shards are tensors of their own, not views that keep the whole weight alive."""
+    for seen in trial.once(LINEAR["RowParallelLinear"]).values():
+        stand_alone(trial, seen.results)
+
+
+def row_output(trial: Trial, seen: SimpleNamespace, name: str) -> None:
+    n = trial.num_ranks
+    partial = [
+        x.double() @ w.double().T for x, w in zip(parts(seen.x, -1, n), parts(seen.weight, 1, n), strict=True)
+    ]
+    alternatives = {"this rank's partial sum: nothing was summed over the ranks": partial}
+    if seen.bias is not None:
+        bias = seen.bias.double()
+        alternatives |= {
+            "the bias was added n times: once by each rank, before the sum": seen.dense.product + n * bias,
+            "without the bias": seen.dense.product,
+            "this rank's partial sum and the bias: nothing was summed over the ranks": [
+                p + bias for p in partial
+            ],
+        }
+    trial.close(
+        f"the output ({name})",
+        each_rank(seen, "output"),
+        seen.dense.output,
+        alternatives=alternatives,
+        help="Sum the partial products over the group, then add the bias once.",
+    )
+
+
+@check("RowParallelLinear")
+def output_is_the_dense_layers(trial: Trial) -> None:
+    """The output is the dense layer's, whole, on every rank."""
+    for name in ("plain", "3-D", "without bias"):
+        row_output(trial, trial.once(LINEAR["RowParallelLinear"])[name], name)
+
+
+@check("RowParallelLinear")
+def whole_input_is_cut(trial: Trial) -> None:
+    """With input_is_parallel=False it takes the whole x, and x's gradient is whole again."""
+    seen = trial.once(LINEAR["RowParallelLinear"])["other option"]
+    n = trial.num_ranks
+    row_output(trial, seen, "input_is_parallel=False")
+    own = [
+        torch.cat(
+            [p if k == r else torch.zeros_like(p) for k, p in enumerate(parts(seen.dense.x, -1, n))], -1
+        )
+        for r in range(n)
+    ]
+    trial.close(
+        "the gradient of x",
+        each_rank(seen, "gradient"),
+        seen.dense.x,
+        alternatives={"zero outside this rank's slice: partial": own},
+        help="scatter_to_group cuts x, and joins the gradients in backward.",
+    )
+
+
+@check("RowParallelLinear")
+def input_gradient_is_this_ranks_slice(trial: Trial) -> None:
+    """The gradient of this rank's slice of x is that slice of the dense layer's gradient."""
+    n = trial.num_ranks
+    for name in ("plain", "3-D", "without bias"):
+        seen = trial.once(LINEAR["RowParallelLinear"])[name]
+        own = parts(seen.dense.x, -1, n)
+        trial.close(
+            f"the gradient of x ({name})",
+            each_rank(seen, "gradient"),
+            own,
+            alternatives={"n times too large: backward summed over the ranks": [n * g for g in own]},
+        )
+
+
+@check("RowParallelLinear")
+def row_gradients_are_the_dense_ones(trial: Trial) -> None:
+    """The gradient of weight is a slice of the dense layer's, that of the bias is whole on every rank."""
+    n = trial.num_ranks
+    for name, seen in trial.once(LINEAR["RowParallelLinear"]).items():
+        own = parts(seen.dense.weight, 1, n)
+        trial.close(
+            f"the gradient of weight after two passes ({name})",
+            each_rank(seen, "twice", "weight"),
+            [2 * g for g in own],
+            alternatives={"n times too large: backward summed over the ranks": [2 * n * g for g in own]},
+        )
+        if seen.bias is not None:
+            trial.close(
+                f"the gradient of bias after two passes ({name})",
+                each_rank(seen, "twice", "bias"),
+                2 * seen.dense.bias,
+                alternatives={
+                    "n times too large: backward summed it over the ranks": 2 * n * seen.dense.bias,
+                    "n times too small: each rank added a part of the bias": 2 * seen.dense.bias / n,
+                    "zero on all ranks but the first: rank 0 alone adds the bias": [2 * seen.dense.bias]
+                    + [torch.zeros_like(seen.dense.bias)] * (n - 1),
+                },
+                help="The bias is added after the sum, by every rank: its gradient needs no communication.",
+            )
+
+
+@check("RowParallelLinear")
+def row_sends_one_all_reduce_forward(trial: Trial) -> None:
+    """The forward sends one all-reduce of the output's size, the backward nothing (whole x: all-gather)."""
+    for name, seen in trial.once(LINEAR["RowParallelLinear"]).items():
+        help = "One all-reduce of the partial products; the weight's shards never travel."
+        one_all_reduce(trial, seen, "", seen.dense.output.numel() * 4, help)
+        if name == "other option":
+            gather_costs(trial, seen, BACKWARD, seen.x.numel() * 4)
+        else:
+            nothing_travels(trial, seen, BACKWARD, "The gradient of the output is on every rank already.")
+
+
+@check("RowParallelLinear")
+def row_computes_its_share(trial: Trial) -> None:
+    """Each rank computes 1/n of the dense layer's product."""
+    for seen in trial.once(LINEAR["RowParallelLinear"]).values():
+        rows = seen.x.numel() // seen.x.size(-1)
+        computes_a_share(trial, seen, 2 * rows * seen.weight.numel() / trial.num_ranks)
+
+
+@check("RowParallelLinear", world_sizes=(2, 1, 4), subgroup=False)
+def row_starts_sensibly(trial: Trial) -> None:
+    """Built directly it has its shard of random weights, and the same bias on all ranks."""
+    built_directly(trial, "RowParallelLinear")
+
+
+@check("RowParallelLinear", world_sizes=(2, 4), subgroup=False)
+def row_refuses_what_does_not_divide(trial: Trial) -> None:
+    """in_features that do not divide by the ranks are a ValueError that names both numbers."""
+    size = undividable(trial)
+    refused(trial, trial.run(linear_refusal_probe, "RowParallelLinear", (size, 4)), size)

@@ -1,0 +1,96 @@
+"""Gradients of what every rank has whole, and of what is cut."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, each_rank, parts
+from lessons_shared.cut_gpt import cut_dim, fused_of, head_orders, heads_of, is_special
+from lessons_shared.cut_gpt_checks import after
+
+
+def block_gradients_are_right(
+    trial: Trial,
+    seen: SimpleNamespace,
+    which: str,
+    passes: int,
+    only_replicated: bool | None = None,
+) -> None:
+    """Gradients of a block under `which` in the results: all, or those of replicated parameters, or the rest.
+
+    `seen` has `weights` and `gradients` of the dense model, and `own_tokens`: what each rank's tokens gave.
+    """
+    n = trial.num_ranks
+    for name, whole in seen.gradients.items():
+        if is_special(name):
+            continue
+        dim = cut_dim(name)
+        if only_replicated is not None and only_replicated != (dim is None):
+            continue
+        expected = [passes * g for g in ([whole] * n if dim is None else parts(whole, dim, n))]
+        own = seen.own_tokens.get(name)
+        alternatives: dict = {} if passes == 1 else {"that of one pass": [g / passes for g in expected]}
+        for cause, doubled in getattr(seen, "summed_twice", {}).items():
+            g = passes * doubled[name]
+            alternatives[cause] = [g] * n if dim is None else parts(g, dim, n)
+        if dim is not None:
+            alternatives["summed over the ranks, but this parameter is cut"] = [sum(expected)] * n
+        if own is not None:
+            alternatives |= {
+                "only what this rank's own tokens gave: nothing was summed": [passes * g for g in own],
+                "the mean over the ranks, where the sum belongs: each rank saw other tokens": [
+                    g / n for g in expected
+                ],
+            }
+        trial.close(
+            f"the gradient of {name}{after(passes)} ({seen.name})",
+            [g.get(name) for g in each_rank(seen, which)],
+            expected,
+            alternatives=alternatives,
+            help=(
+                "Every rank has the whole parameter and uses it for its own tokens: its gradient is the "
+                "sum over "
+                "the group, once for each backward."
+                if dim is None
+                else "What enters this layer is a slice of the features of every token; is its gradient "
+                "there "
+                "for every token?"
+            ),
+        )
+
+
+def attention_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, prefix: str) -> None:
+    """c_attn by heads, in whichever order its rows lie."""
+    n = trial.num_ranks
+    orders = head_orders(seen.weights, each_rank(seen, "weights"), prefix)
+    for rank, order in enumerate(orders):
+        trial.require(
+            order is not None,
+            f"{prefix}c_attn does not hold this rank's heads of q, of k and of v ({seen.name})",
+            help="tensor_parallel_attention of lesson 10 cuts it by heads.",
+            rank=rank,
+        )
+    expected = own_rows(fused_of(seen.gradients, prefix), orders)
+    total = sum(expected)
+    trial.close(
+        f"the gradient of {prefix}c_attn ({seen.name})",
+        [fused_of(g, prefix) for g in each_rank(seen, which)],
+        expected,
+        alternatives={
+            cause: own_rows(fused_of(doubled, prefix), orders)
+            for cause, doubled in getattr(seen, "summed_twice", {}).items()
+        }
+        | {
+            "summed over the ranks, but this parameter is cut": [total] * n,
+            "its bias was summed over the ranks, but it is cut": [
+                torch.cat([g[:, :-1], total[:, -1:]], dim=1) for g in expected
+            ],
+        },
+        help="Its input are all tokens, gathered; its gradient comes from all of them.",
+    )
+
+
+def own_rows(fused: Tensor, orders: list[list[int]]) -> list[Tensor]:
+    """Each rank's rows of c_attn, in the order in which the rank has them."""
+    return [heads_of(fused, rank, len(orders))[order] for rank, order in enumerate(orders)]

@@ -1,0 +1,185 @@
+"""What holds of every GPT that is cut over ranks, whatever travels between its pieces."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, each_rank, parts, stand_alone, weights_of
+from nanogpt.model import GPT, GPTConfig
+
+from .cut_gpt import (
+    TABLE,
+    cut_dim,
+    dense_model,
+    drawn_weights,
+    head_orders,
+    is_special,
+    row_ranges,
+    shared_table,
+    train,
+)
+from .cut_gpt_runs import sampling_probe, training_probe
+
+
+def ranges_of(seen: SimpleNamespace) -> list[tuple[int, int]] | None:
+    """Which rows of the token table each rank has, see `row_ranges`."""
+    table = shared_table(seen.weights)
+    assert table is not None
+    return row_ranges(table, [shared_table(held) for held in each_rank(seen, "weights")])
+
+
+def own_words(seen: SimpleNamespace, ranges: list[tuple[int, int]], whole: Tensor, dim: int) -> list[Tensor]:
+    """Each rank's rows of the table, or columns of logits."""
+    return [whole.narrow(dim, first, size) for first, size in ranges]
+
+
+def names_stay(trial: Trial, seen: SimpleNamespace) -> None:
+    """No parameter of the dense model is missing."""
+    for rank, held in enumerate(each_rank(seen, "weights")):
+        missing = sorted(set(seen.weights) - set(held) - set(TABLE))
+        trial.require(
+            not missing,
+            f"these parameters are missing: {', '.join(missing)}",
+            help="Parameter names stay GPT's.",
+            rank=rank,
+        )
+
+
+def table_is_cut(trial: Trial, seen: SimpleNamespace) -> None:
+    """Every rank has its share of the rows, all rows are somewhere, and head and embedding stay tied."""
+    share = -(-seen.config["vocab_size"] // trial.num_ranks)
+    for rank, result in enumerate(seen.results):
+        table = shared_table(result["weights"])
+        trial.require(table is not None, "there is no transformer.wte.weight", rank=rank)
+        trial.require(
+            table.size(0) <= share,
+            f"the token table has {table.size(0)} rows on this rank; {share} is its share ({seen.name})",
+            rank=rank,
+        )
+        trial.require(
+            result["tied"] and not all(name in result["weights"] for name in TABLE),
+            "lm_head and wte have weights of their own: the table was untied",
+            help="model.lm_head.weight = model.transformer.wte.weight, after both are cut.",
+            rank=rank,
+        )
+    trial.require(
+        ranges_of(seen) is not None,
+        f"the ranks' rows of the token table, joined, are not the table ({seen.name})",
+    )
+
+
+def matrices_are_cut(trial: Trial, seen: SimpleNamespace, prefixes: list[str]) -> None:
+    """Every matrix of the blocks is a slice in a tensor of its own; `prefixes` are of the attentions."""
+    n, held = trial.num_ranks, each_rank(seen, "weights")
+    for name, whole in seen.weights.items():
+        if not is_special(name):
+            dim = cut_dim(name)
+            expected = whole if dim is None else parts(whole, dim, n)
+            trial.close(name, each_rank(seen, "weights", name), expected)
+    for prefix in prefixes:
+        for rank, order in enumerate(head_orders(seen.weights, held, prefix)):
+            trial.require(
+                order is not None,
+                f"{prefix}c_attn does not hold this rank's heads of q, of k and of v",
+                rank=rank,
+            )
+    stand_alone(trial, seen.results)
+
+
+def attentions(config: dict) -> list[str]:
+    """The beginnings of names of a GPT's attentions."""
+    return [f"transformer.h.{layer}.attn." for layer in range(config["n_layer"])]
+
+
+def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
+    """With targets this rank's part of the vocabulary, without them whole ones of the last position."""
+    v, share = seen.config["vocab_size"], -(-seen.config["vocab_size"] // trial.num_ranks)
+    for rank, result in enumerate(seen.results):
+        shape = tuple(getattr(result["logits"], "shape", ()))
+        trial.require(
+            shape[:-1] == tuple(seen.idx.shape) and shape[-1] <= share,
+            f"the logits with targets have shape {shape}, where (b, s) = {tuple(seen.idx.shape)} and at most "
+            f"{share} columns of a vocabulary of {v} are expected ({seen.name})",
+            help="The whole logits are the largest tensor of a step: leave them cut.",
+            rank=rank,
+        )
+        trial.require(result["no_loss"], "a loss was returned without targets", rank=rank)
+    trial.close(
+        f"the logits of the last position ({seen.name})", each_rank(seen, "last"), seen.last, help=help
+    )
+    ranges = ranges_of(seen)
+    if ranges is not None:
+        trial.close(
+            f"this rank's logits ({seen.name})",
+            [logits[..., :size] for logits, (_, size) in zip(each_rank(seen, "logits"), ranges, strict=True)],
+            own_words(seen, ranges, seen.logits, -1),
+        )
+
+
+def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, passes: int) -> None:
+    """The rows' gradient under `which` in the results, that of the embedding and that of the head."""
+    ranges = ranges_of(seen)
+    if ranges is None:
+        return
+    actual = [shared_table(gradients) for gradients in each_rank(seen, which)]
+    trial.close(
+        f"the gradient of the token table{after(passes)} ({seen.name})",
+        [None if a is None else a[:size] for a, (_, size) in zip(actual, ranges, strict=True)],
+        own_words(seen, ranges, passes * shared_table(seen.gradients), 0),
+        alternatives={
+            cause: own_words(seen, ranges, passes * shared_table(doubled), 0)
+            for cause, doubled in getattr(seen, "summed_twice", {}).items()
+        },
+        help="The table is used twice, as embedding and as head, each time for all tokens; its gradient is "
+        "the sum of both.",
+    )
+
+
+def after(passes: int) -> str:
+    """Words for how often backward ran."""
+    return "" if passes == 1 else f" after {passes} passes"
+
+
+def sampling_is_right(trial: Trial, function: str, config: dict, length: int) -> None:
+    """`generate` goes on as the dense model does, samples alike, and may refuse an odd length."""
+    steps, weights = 5, drawn_weights(trial, config)
+    idx = trial.tokens(config["vocab_size"], 2, length)
+    results = trial.run(sampling_probe, function, config, weights, idx, steps)
+    dense = dense_model(config, weights).eval()
+    greedy = dense.generate(idx, steps, top_k=1)
+    for rank, result in enumerate(results):
+        trial.require(
+            torch.equal(result["greedy"], greedy),
+            f"with top_k=1 it continued {idx[0].tolist()} by {result['greedy'][0, length:].tolist()}, the "
+            f"dense model by {greedy[0, length:].tolist()}",
+            help="generate needs the whole logits of the last token, (b, 1, v), on every rank.",
+            rank=rank,
+        )
+        trial.require(
+            torch.equal(result["sampled"], results[0]["sampled"]),
+            "ranks that are seeded alike sampled different tokens",
+            rank=rank,
+        )
+    shorter = [result["shorter"] for result in results]
+    if all(logits is not None for logits in shorter):
+        with torch.no_grad():
+            last = dense(idx[:, :-1])[0]
+        trial.close(
+            "the logits of the last token of a sequence that is one shorter",
+            shorter,
+            last,
+            help="What pads the sequence comes after the last real token: take the logits of that one.",
+        )
+
+
+def training_is_right(trial: Trial, function: str, config: dict) -> None:
+    """A few steps of SGD and of AdamW have the dense model's losses."""
+    weights = weights_of(GPT(GPTConfig(**config)))
+    weights = {name: weight + 0.1 * trial.normal(*weight.shape) for name, weight in weights.items()}
+    batches = [[trial.tokens(config["vocab_size"], 2, 8) for _ in range(2)] for _ in range(5)]
+    results = trial.run(training_probe, function, config, weights, batches)
+    for name in ("SGD", "AdamW"):
+        expected = train(dense_model(config, weights), batches, name)
+        what = f"the losses of {len(batches)} steps of {name}"
+        trial.close(what, [result[name] for result in results], expected, rtol=2e-3)

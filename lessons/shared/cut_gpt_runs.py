@@ -1,0 +1,77 @@
+"""Runs a GPT that a submission has cut over ranks, and the dense one beside it."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import BACKWARD, Trial
+from nanogpt.model import GPT, GPTConfig
+
+from .cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, tied, train
+
+
+def built(rank, function: str, config: dict, weights: dict, probability_dropout: bool = True) -> nn.Module:
+    """On a rank: the dense model with the judge's weights, given to the learner's function."""
+    model = GPT(GPTConfig(**config))
+    model.load_state_dict(weights, strict=False)  # the tied table comes once
+    if not probability_dropout:
+        for block in model.transformer.h:
+            block.attn.core.dropout = 0.0
+    return getattr(rank.submission, function)(model.to(rank.device), rank.group)
+
+
+def two_passes(rank, function: str, config: dict, weights: dict, idx: Tensor, targets: Tensor) -> dict:
+    """On a rank: one recorded step, what it left, a second backward, and the logits without targets."""
+    model = built(rank, function, config, weights)
+    with rank.record() as recording:
+        logits, loss = model(idx, targets)
+        recording.mark(BACKWARD)
+        loss.backward()
+    held = describe(model)
+    model(idx, targets)[1].backward()
+    twice = gradients_of(model)
+    model.eval()
+    with torch.no_grad():
+        last, none = model(idx)
+    return {
+        "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
+        "tied": tied(model), "twice": twice, "recording": recording, **held,
+    }  # fmt: skip
+
+
+def model_case(trial: Trial, name: str, config: dict, length: int) -> SimpleNamespace:
+    """Weights, tokens and targets, of which some are ignored; and what the dense model makes of them."""
+    weights = drawn_weights(trial, config)
+    shape = (trial.integer(2, 3), length)
+    idx, targets = (trial.tokens(config["vocab_size"], *shape) for _ in range(2))
+    targets[0, : trial.integer(1, 3)] = -1
+    dense = dense_model(config, weights)
+    logits, loss = dense(idx, targets)
+    loss.backward()
+    gradients = {name: p.grad for name, p in dense.named_parameters()}
+    with torch.no_grad():
+        last, _ = dense(idx)
+    return SimpleNamespace(
+        name=name, config=config, weights=weights, idx=idx, targets=targets, gradients=gradients,
+        loss=loss.detach(), logits=logits.detach(), last=last,
+    )  # fmt: skip
+
+
+def sampling_probe(rank, function: str, config: dict, weights: dict, idx: Tensor, steps: int) -> dict:
+    """What `generate` adds, greedily and sampled, and the logits of a sequence that is one token shorter."""
+    model = built(rank, function, config, weights).eval()
+    greedy = model.generate(idx, steps, top_k=1)
+    rank.seed(7)
+    sampled = model.generate(idx, steps)
+    with torch.no_grad():
+        try:
+            shorter = local(model(idx[:, :-1])[0])
+        except Exception:  # a length that does not divide may be refused
+            shorter = None
+    return {"greedy": greedy, "sampled": sampled, "shorter": shorter}
+
+
+def training_probe(rank, function: str, config: dict, weights: dict, batches: list) -> dict:
+    """The losses of a few steps."""
+    return {name: train(built(rank, function, config, weights), batches, name) for name in ("SGD", "AdamW")}

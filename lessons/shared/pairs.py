@@ -1,0 +1,124 @@
+"""Functions of a tensor and a group, of which the forward or the backward communicates."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import BACKWARD, Trial, backward, each_rank, is_close
+
+Draw = Callable[[Trial, str, torch.dtype], SimpleNamespace]
+"""For a function's name: `xs` and `upstreams` by rank, and what is right, `outputs` and `gradients`."""
+
+LAYOUT = "rank 0's stored transposed"
+"""A kind of tensors: the same numbers as in the plain case, which lie differently in memory on one rank."""
+
+KINDS = {
+    LAYOUT: torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def pair_probe(rank, name: str, cases: list) -> list[dict]:
+    return [one_pair(rank, getattr(rank.submission, name), *case) for case in cases]
+
+
+def one_pair(rank, function: Callable, x: Tensor, upstream: Tensor, transposed: bool) -> dict:
+    """On a rank: forward, backward, and whether somebody's tensors were changed."""
+    if transposed and rank.group.rank() == 0:  # the same numbers, stored in another order
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+        upstream = upstream.transpose(0, -1).contiguous().transpose(0, -1)
+    leaf = x.clone().requires_grad_()
+    handed = leaf * 1.0
+    before, given = handed.detach().clone(), upstream.clone()
+    with rank.record() as recording:
+        y = function(handed, rank.group)
+        after_forward = handed.detach().clone()
+        recording.mark(BACKWARD)
+        backward(y, upstream)
+    return {
+        "output": y,
+        "gradient": leaf.grad,
+        "x_changed": not torch.equal(before, after_forward),
+        "upstream_changed": not torch.equal(given, upstream),
+        "recording": recording,
+    }
+
+
+class Pairs:
+    """How the checks of a lesson look at such functions: what they draw, and what the ranks did."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self._plain: dict[str, Callable[[Trial], SimpleNamespace]] = {}
+
+    def plain(self, trial: Trial, name: str) -> SimpleNamespace:
+        """The plain case, in float32; the same for all checks of a trial."""
+        if name not in self._plain:
+            self._plain[name] = lambda trial: self._run(
+                trial, name, [self.draw(trial, name, torch.float32)], [False]
+            )[0]
+        return trial.once(self._plain[name])
+
+    def _run(
+        self, trial: Trial, name: str, cases: list[SimpleNamespace], transposed: list[bool]
+    ) -> list[SimpleNamespace]:
+        """The cases, with `results` by rank."""
+        runs = [
+            ([(c.xs[r], c.upstreams[r], t) for c, t in zip(cases, transposed, strict=True)],)
+            for r in range(trial.num_ranks)
+        ]
+        results = trial.run(pair_probe, name, per_rank=runs)
+        return [
+            SimpleNamespace(**{**vars(case), "results": [result[number] for result in results]})
+            for number, case in enumerate(cases)
+        ]
+
+    def leave_inputs_alone(self, trial: Trial, name: str) -> None:
+        """Neither x nor the gradient that comes in is changed."""
+        for rank, result in enumerate(self.plain(trial, name).results):
+            trial.require(
+                not result["x_changed"],
+                "x itself was changed by the call",
+                help="Work on a copy: collectives write into the tensor they are given.",
+                rank=rank,
+            )
+            trial.require(
+                not result["upstream_changed"],
+                "the gradient that came into backward was changed in place",
+                help="A residual connection hands the same tensor to its other branch: work on a copy.",
+                rank=rank,
+            )
+
+    def take_any_kind(self, trial: Trial, name: str) -> None:
+        """Other dtypes, and tensors that lie differently in memory on different ranks."""
+        plain = self.plain(trial, name)
+        cases = [plain if kind == LAYOUT else self.draw(trial, name, d) for kind, d in KINDS.items()]
+        seen = self._run(trial, name, cases, [kind == LAYOUT for kind in KINDS])
+        for (kind, dtype), case in zip(KINDS.items(), seen, strict=True):
+            for what, key, right in (
+                ("the output", "output", case.outputs),
+                ("the gradient of x", "gradient", case.gradients),
+            ):
+                actual = each_rank(case, key)
+                if (
+                    kind == LAYOUT
+                    and all_close(each_rank(plain, key), right)
+                    and not all_close(actual, right)
+                ):
+                    trial.wrong(
+                        f"{what} is wrong where rank 0's tensors are stored transposed, and right where the "
+                        "same numbers lie alike on all ranks",
+                        help="Hand over contiguous tensors: x.contiguous() to read from, "
+                        "x.clone(memory_format=torch.contiguous_format) to write into.",
+                        cause="a collective takes numbers in the order in which they lie in memory. clone() "
+                        "and empty_like() keep that order, whatever it is (NCCL refuses such tensors)",
+                    )
+                trial.close(f"{what} ({kind})", actual, [each.to(dtype) for each in right])
+
+
+def all_close(actual: list[Tensor | None], expected: list[Tensor]) -> bool:
+    """Whether every rank has what it should have, up to the order of sums."""
+    return all(isinstance(a, Tensor) and is_close(a, e) for a, e in zip(actual, expected, strict=True))

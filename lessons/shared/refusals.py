@@ -1,0 +1,80 @@
+"""Numbers that do not divide, and the error that says so."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from grader.checks import Trial
+
+
+def undividable(trial: Trial, least: int = 5) -> int:
+    """A number that does not divide by the group's size (any number where one rank divides all)."""
+    n = trial.num_ranks
+    return trial.integer(least // n + 1, least // n + 4) * n + (trial.integer(1, n - 1) if n > 1 else 0)
+
+
+def refusal_of(function: Callable, *arguments: Any, **options: Any) -> dict:
+    """On a rank: type and text of what a call raises, and what it has changed in the modules it was given.
+
+    A stub's NotImplementedError passes through.
+    """
+    modules = [argument for argument in arguments if isinstance(argument, nn.Module)]
+    before = [_state(module) for module in modules]
+    error = None
+    try:
+        function(*arguments, **options)
+    except NotImplementedError:
+        raise
+    except Exception as raised:
+        error = [type(raised).__name__, str(raised)]
+    changed = [
+        name for module, was in zip(modules, before, strict=True) for name in _different(was, _state(module))
+    ]
+    return {"error": error, "changed": changed}
+
+
+def _state(module: nn.Module) -> dict[str, tuple]:
+    """What can be replaced: modules with their attributes, parameters with their numbers."""
+    state: dict[str, tuple] = {
+        name or "the module itself": (id(each), sorted(vars(each))) for name, each in module.named_modules()
+    }
+    return state | {name: (id(p), p.detach().clone()) for name, p in module.named_parameters()}
+
+
+def _different(was: dict[str, tuple], now: dict[str, tuple]) -> list[str]:
+    def same(name: str) -> bool:
+        (a, b), (c, d) = was[name], now.get(name, (None, None))
+        return a == c and (torch.equal(b, d) if isinstance(b, torch.Tensor) else b == d)
+
+    return [name for name in was if not same(name)] + [name for name in now if name not in was]
+
+
+def refused(trial: Trial, refusals: Sequence[dict], size: int) -> None:
+    """On every rank a ValueError came that names both numbers, and nothing was changed before it."""
+    if trial.num_ranks == 1:
+        return
+    for rank, refusal in enumerate(refusals):
+        if refusal["error"] is None:
+            trial.wrong(
+                f"{size} does not divide by {trial.num_ranks} ranks, and no error was raised",
+                help="Use shard_size: it raises the ValueError for you.",
+                rank=rank,
+            )
+        kind, message = refusal["error"]
+        if kind != "ValueError":
+            trial.wrong(f"expected a ValueError, got {kind}: {message}", help="Use shard_size.", rank=rank)
+        for number in (size, trial.num_ranks):
+            if str(number) not in message:
+                trial.wrong(
+                    f"the ValueError does not name the number {number}: {message!r}",
+                    help="Say which number does not divide by which: shard_size does.",
+                    rank=rank,
+                )
+        trial.require(
+            not refusal["changed"],
+            f"the ValueError came too late: already changed was {', '.join(refusal['changed'][:3])}",
+            help="Ask shard_size before you replace anything.",
+            rank=rank,
+        )
