@@ -12,10 +12,11 @@ from grader.judging.aids import (
     told,
     weights_of,
 )
-from grader.judging.explain import is_close
+from grader.judging.closeness import is_close
+from grader.judging.explain import Fault
 from grader.judging.numbers import (
+    Answer,
     Answers,
-    Wrong,
     compare_answers,
     explain_answers,
     require_refusal,
@@ -30,13 +31,14 @@ from grader.ranks.recording import COLLECTIVES, Event, Recording
 __all__ = [
     "BACKWARD",
     "COLLECTIVES",
+    "Answer",
     "Answers",
     "CheckEnded",
     "Event",
+    "Fault",
     "Recording",
     "Trial",
     "Verdict",
-    "Wrong",
     "backward",
     "check",
     "compare_answers",

@@ -30,29 +30,40 @@ def exercise_lines(report: ExerciseReport) -> list[tuple[str, str]]:
     mark, style = MARKS[report.verdict]
     summary = f"{report.verdict}" + (f" ({report.message})" if report.message else "")
     lines = [(f"{mark} {report.name}: {summary}", f"bold {style}")]
-    failed = [check for check in report.checks if check.verdict not in (Verdict.PASSED, Verdict.SKIPPED)]
+    failed = [check for check in report.checks if not check.holds]
+    whole = told_whole(failed)
     for check in report.checks:
-        lines += _check_lines(check, advise=check in failed[:1])
-    if len(failed) > 1:
-        lines.append(("  begin with the first ✗: the others may follow from it", "dim"))
+        lines += _check_lines(check, whole)
+    if len(failed) > len(whole):
+        lines.append(("  of the other ✗ only the titles: they may follow from what is told", "dim"))
     lines += [(f"  note: {note}", "dim") for note in report.notes]
     if report.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY):
         lines.append((f"  for a hint: grade hint {report.name} (in a terminal)", "dim"))
     return lines
 
 
-def _check_lines(check: CheckReport, advise: bool) -> list[tuple[str, str]]:
-    """The next step is that of the check: beside a fault that another check has met first it misleads."""
+def told_whole(failed: Sequence[CheckReport]) -> list[CheckReport]:
+    """The first failing check; where it only says that numbers differ, the first that says more as well."""
+    first = failed[:1]
+    if first and not first[0].explains:
+        first += [check for check in failed[1:] if check.explains][:1]
+    return first
+
+
+def _check_lines(check: CheckReport, whole: Sequence[CheckReport]) -> list[tuple[str, str]]:
+    """A check that failed and is not told whole is its title: its causes and steps are those of another."""
     mark, style = MARKS[check.verdict]
     lines = _wrap(f"  {mark} ", check.sentence, style if check.verdict != Verdict.SKIPPED else "dim")
-    if check.verdict in (Verdict.PASSED, Verdict.SKIPPED):
+    if check not in whole:
         return lines
     kind = "" if check.verdict == Verdict.WRONG else str(check.verdict)
     lines += _wrap("      ", ": ".join(filter(None, (kind, check.where, check.message))), "")
     if check.cause:
         lines += _wrap("      likely cause: ", check.cause, "bold")
-    if check.help and advise:
+    if check.help:
         lines += _wrap("      next step: ", check.help, "")
+    elif check.asked:
+        lines += _wrap("      what is asked: ", check.asked, "")
     for detail in check.details:
         lines += _wrap("      ", detail, "dim")
     return lines

@@ -23,7 +23,7 @@ def test_mistake_is_rejected_by_the_check_that_names_it(mistake: Mistake) -> Non
     text = "\n".join(check.text for check in report.checks)
     assert [check.name for check in rejected] == [mistake.check], f"survived: {text}"
     # What the check holds is said whether it fails or not: the promise is about the rest.
-    said = "\n".join([rejected[0].message, rejected[0].cause, rejected[0].help, *rejected[0].details])
+    said = "\n".join(rejected[0].said)
     assert mistake.says in said, f"{mistake.says!r} is not in:\n{said}"
 
 

@@ -28,8 +28,8 @@ class FakeTrial:
     def run(self, probe: Any, *arguments: Any) -> list[Any]:
         return [probe(SimpleNamespace(submission=self.submission), *arguments)]
 
-    def wrong(self, message: str, help: str = "", cause: str = "") -> None:
-        raise CheckEnded("wrong", message, cause, help)
+    def wrong(self, message: str, help: str = "", cause: str = "", asked: str = "") -> None:
+        raise CheckEnded("wrong", message, cause, help, asked=asked)
 
     def require(self, condition: bool, message: str, help: str = "") -> None:
         if not condition:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from grader.beside.flights import WAITING, Flights
 from grader.beside.measure import tensors_in
 from grader.beside.unseen import most_calls, world_ranks
 from grader.ranks.recording import Event, Recording, Totals
@@ -87,6 +88,7 @@ class Recorder(TorchDispatchMode):
         self._window: Window | None = None
         self.calls: Counter[tuple[int, ...]] = Counter()
         """World ranks of a group → calls that its backend counts for what was seen (see beside.unseen)."""
+        self.flights = Flights(lambda: self._place()[:2])
 
     @contextmanager
     def record(
@@ -117,11 +119,14 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor first turns into what its rank computes and sends
         self._index += 1
         event = self._event(func, args, kwargs)
+        self.flights.before(func, args, kwargs)
         if event is not None:
             self._on_event(event)
             if self._delays is not None:
                 time.sleep(self._delays.uniform(0.0, 0.04))
         result = func(*args, **kwargs)
+        if event is not None and func.namespace == "c10d":
+            self.flights.started(func, args, event, result)
         if self._window is not None:
             self._window.see(func, args, kwargs, result, event, self._index)
         return result
@@ -135,9 +140,10 @@ class Recorder(TorchDispatchMode):
         if self._window is not None:
             self._window.add(event)
 
-    def saw_wait(self) -> None:
+    def saw_wait(self, handle: Any) -> None:
         """Count that somebody asked a handle, such as `isend` returns, for its end."""
         self._waits += 1
+        self.flights.waited(handle)
         if self._window is not None:
             self._window.saw_wait()
 
@@ -355,10 +361,11 @@ def watch_handles(present: Callable[[], Recorder]) -> None:
         original = getattr(dist.Work, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            present().saw_wait()
+            present().saw_wait(self)
             return original(self, *args, **kwargs)
 
         return call
 
-    for name in ("wait", "synchronize", "is_completed", "get_future"):
-        setattr(dist.Work, name, watched(name))
+    for name in WAITING:
+        if hasattr(dist.Work, name):
+            setattr(dist.Work, name, watched(name))

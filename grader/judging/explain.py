@@ -1,4 +1,8 @@
-"""Says how tensors differ: by which factor, in which order, on which rank, and the likely cause."""
+"""Compares tensors with what they should be, and names the likely cause of a difference.
+
+A cause is said only if it explains every rank and every element: those that are wrong, and those that are
+right. A next step is said only where it belongs to the cause.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,10 +11,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Largest error that the order of a sum explains, as a fraction of the largest expected element."""
+from grader.judging.between import between_ranks, tell_agreement, tell_ranks
+from grader.judging.closeness import is_close, tolerance
+from grader.judging.patterns import Pair, not_finite, recognise
+from grader.judging.wording import of_ranks, short, tell_where
 
 ByRank = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a submission with a known fault would have returned, and what to do about that fault.
+
+    Without a step, and found on all ranks or on none, the values alone say as much.
+    """
+
+    values: ByRank
+    """For every rank; a tensor is the same on all."""
+    step: str = ""
+    """The next step for somebody who has this fault."""
+    on_some_ranks: bool = False
+    """A rank may have it while another is right, or has another such fault: it is told with the ranks."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +41,25 @@ class Difference:
     message: str
     """One sentence: which rank, what was expected, what came."""
     cause: str
-    """The likely cause, "" where nothing fits."""
+    """The likely cause, "" where nothing explains it all."""
     rank: int | None
+    step: str = ""
+    """The next step, if the cause has one."""
+    wrong: tuple[int, ...] = ()
+    """The ranks whose numbers are wrong; none where already the form is."""
+    sure: bool = True
+    """Whether the numbers of more ranks would tell nothing more."""
 
 
 def compare(
     what: str,
     actual: Sequence[object],
     expected: Sequence[Tensor],
-    alternatives: Mapping[str, ByRank] | None = None,
+    alternatives: Mapping[str, ByRank | Fault] | None = None,
     rtol: float | None = None,
     factors: Mapping[str, float] | None = None,
+    terms: Mapping[str, ByRank] | Sequence[Tensor] | None = None,
+    plain: Sequence[Tensor] | None = None,
 ) -> Difference | None:
     """Compare one value a rank with what it should be; None when all agree.
 
@@ -38,52 +67,37 @@ def compare(
         what: what the value is, such as "the gradient of x".
         actual: by rank; whatever the submission returned.
         expected: by rank.
-        alternatives: cause → what a submission with that fault would have returned.
+        alternatives: cause → what a submission with that fault would have returned, on every rank.
         rtol: allowed error relative to the largest expected element; None is TOLERANCE of the dtype.
         factors: name → value of numbers that a result might be off by, next to the number of ranks.
+        terms: what the expected value adds up, in whatever proportion: name → value, or the ranks' own
+            parts in a list. A missing one, or one that counts twice, is then named.
+        plain: see `closeness.error_used`.
     """
     num_ranks = len(expected)
     wrong = []
     for rank, (a, e) in enumerate(zip(actual, expected, strict=True)):
         fault = _unfit(a, e)
         if fault:
-            return Difference(f"{what} {fault}{_on(rank, num_ranks)}", _shape_cause(a, e), rank)
-        if not is_close(a, e, rtol):
+            on = f" on rank {rank}" if num_ranks > 1 else ""
+            return Difference(f"{what} {fault}{on}", _shape_cause(a, e), rank)
+        if not is_close(a, e, rtol, plain[rank] if plain else None):
             wrong.append(rank)
     if not wrong:
         return None
-    rank = wrong[0]
     tensors = [a for a in actual if isinstance(a, Tensor)]
-    cause = _known(tensors, alternatives or {}, wrong, rtol) or _generic(
-        tensors, expected, wrong, rtol, factors or {}
-    )
-    where = "" if num_ranks == 1 else _ranks(wrong, num_ranks)
-    share = "" if cause else _share(tensors[rank], expected[rank])
-    return Difference(
-        f"{what} is wrong{where}: {_numbers(tensors[rank], expected[rank])}{share}", cause, rank
-    )
-
-
-def is_close(actual: Tensor, expected: Tensor, rtol: float | None = None) -> bool:
-    """Equal up to the order of sums. NaN equals nothing; integers must be equal."""
-    if actual.shape != expected.shape:
-        return False
-    if not actual.is_floating_point():
-        return torch.equal(actual.to(expected.dtype), expected)
-    if not torch.isfinite(actual).all():
-        same = torch.isinf(expected) & (actual.double() == expected.double())
-        finite = torch.isfinite(actual)
-        return bool((same | finite).all()) and is_close(actual[finite], expected[finite], rtol)
-    if actual.numel() == 0:
-        return True
-    if not torch.isfinite(expected).all():
-        return False
-    if rtol is None:
-        rtol = max(TOLERANCE.get(dtype, 3e-5) for dtype in (actual.dtype, expected.dtype))
-    expected = expected.double()
-    largest = expected.abs().max().item()
-    scale = max(largest, 1e-3) if largest else 0.03
-    return bool((actual.double() - expected).abs().max() <= rtol * scale)
+    cause, step = _known(tensors, expected, alternatives or {}, wrong, rtol)
+    sure = bool(cause)
+    if not cause:
+        pairs = _pairs(tensors, expected, rtol, factors or {})
+        cause = _recognised(pairs, wrong, _by_rank(terms, num_ranks))
+        sure = bool(cause) and num_ranks != 2
+    rank = wrong[0]
+    numbers = _numbers(tensors[rank], expected[rank])
+    if not cause:
+        numbers += _share(tensors[rank], expected[rank]) + tell_agreement(pairs, wrong)
+    message = f"{what} is wrong{tell_ranks(wrong, num_ranks)}: {numbers}"
+    return Difference(message, cause, rank, step, tuple(wrong), sure)
 
 
 def _unfit(actual: object, expected: Tensor) -> str:
@@ -107,6 +121,8 @@ def _shape_cause(actual: object, expected: Tensor) -> str:
         return ""
     if actual.dim() == 2 and actual.T.shape == expected.shape:
         return "it is transposed"
+    if sorted(actual.shape) == sorted(expected.shape):
+        return "the dimensions are in another order"
     if actual.numel() == expected.numel():
         return "the number of elements is right: only the shape is not"
     if actual.dim() == expected.dim():
@@ -119,94 +135,94 @@ def _shape_cause(actual: object, expected: Tensor) -> str:
 
 
 def _known(
-    actual: Sequence[Tensor], alternatives: Mapping[str, ByRank], wrong: Sequence[int], rtol: float | None
-) -> str:
-    for cause, value in alternatives.items():
-        values = [value] * len(actual) if isinstance(value, Tensor) else list(value)
-        if all(is_close(actual[r], values[r], rtol) for r in wrong):
-            return cause
-    return ""
-
-
-def _generic(
     actual: Sequence[Tensor],
     expected: Sequence[Tensor],
+    alternatives: Mapping[str, ByRank | Fault],
     wrong: Sequence[int],
     rtol: float | None,
-    factors: Mapping[str, float],
-) -> str:
-    rank, n = wrong[0], len(expected)
-    a, e = actual[rank].double(), expected[rank].double()
-    if a.isnan().any():
-        return "it contains NaN"
-    if (a.isinf() & e.isfinite()).any():
-        return "it contains infinities"
-    if not a.any():
-        return "it is zero everywhere: was it ever written?"
-    ratio = _constant_ratio(a, e)
-    if ratio is not None:
-        return _name_factor(ratio, n, factors)
-    if a.dim() == 2 and is_close(a.T, e, rtol):
-        return "it is transposed"
-    order = _permutation(actual, expected, rtol)
-    if order:
-        return order
-    difference = a - e
-    if a.dim() >= 2 and a.numel() > a.size(-1):
-        rows = difference.reshape(-1, a.size(-1))
-        if (rows - rows[0]).abs().max() <= 1e-4 * rows.abs().max():
-            return (
-                "it differs by the same vector in every row: a bias that is missing, or added more than once?"
-            )
-    if is_close(a.flatten().sort().values, e.flatten().sort().values, rtol):
-        return "these are the right numbers in another order"
-    if len(wrong) < n and n > 1:
-        return (
-            "it is right on rank 0 alone: is something done there only, or is there less to do?"
-            if 0 not in wrong and len(wrong) == n - 1
-            else ""
+) -> tuple[str, str]:
+    """The fault that gives every rank's tensor, and its next step; or, of those that may, one a rank."""
+    faults = {cause: _fault(value, len(actual)) for cause, value in alternatives.items()}
+    for cause, fault in faults.items():
+        if all(is_close(a, value, rtol) for a, value in zip(actual, fault.values, strict=True)):
+            return cause, fault.step
+    found: dict[str, list[int]] = {}
+    for rank in wrong:
+        fits = (
+            c for c, f in faults.items() if f.on_some_ranks and is_close(actual[rank], f.values[rank], rtol)
         )
-    return ""
+        found.setdefault(next(fits, ""), []).append(rank)
+    if "" in found:
+        return "", ""
+    if len(found) == 1:
+        cause = next(iter(found))
+        return cause if len(wrong) == len(actual) else f"on {of_ranks(wrong)}: {cause}", faults[cause].step
+    return "; ".join(f"on {of_ranks(ranks)}: {cause}" for cause, ranks in found.items()), ""
 
 
-def _constant_ratio(a: Tensor, e: Tensor) -> float | None:
-    norm = (e * e).sum().item()
-    if norm == 0:
-        return None
-    ratio = ((a * e).sum() / norm).item()
-    error = (a - ratio * e).norm().item()
-    return ratio if e.numel() > 1 and error <= 1e-3 * a.norm().item() else None
+def _fault(value: ByRank | Fault, num_ranks: int) -> Fault:
+    fault = value if isinstance(value, Fault) else Fault(value)
+    values = [fault.values] * num_ranks if isinstance(fault.values, Tensor) else list(fault.values)
+    return Fault(values, fault.step, fault.on_some_ranks)
 
 
-def _name_factor(ratio: float, n: int, factors: Mapping[str, float]) -> str:
-    if math.isclose(ratio, 1, rel_tol=1e-3):
-        return "it is right to three digits only: a lower precision somewhere, or a small term left out?"
-    names = [("the number of ranks", float(n)), *factors.items()]
-    for name, value in names:
-        for power, text in (
-            (1, name),
-            (-1, f"1 / {name}"),
-            (2, f"the square of {name}"),
-            (-2, f"1 / the square of {name}"),
-        ):
-            if value > 1 and math.isclose(ratio, value**power, rel_tol=2e-3):
-                return f"every element is {_short(ratio)} times what it should be, and that is {text}"
-    if math.isclose(ratio, -1, rel_tol=1e-3):
-        return "every element has the wrong sign"
-    return f"every element is {_short(ratio)} times what it should be"
+def _by_rank(
+    terms: Mapping[str, ByRank] | Sequence[Tensor] | None, num_ranks: int
+) -> dict[str, Sequence[Tensor]]:
+    if terms is None:
+        return {}
+    named = terms if isinstance(terms, Mapping) else {"": terms}
+    return {
+        name: [value] * num_ranks if isinstance(value, Tensor) else list(value)
+        for name, value in named.items()
+    }
 
 
-def _permutation(actual: Sequence[Tensor], expected: Sequence[Tensor], rtol: float | None) -> str:
-    n = len(expected)
-    if n < 2 or any(a.shape != expected[0].shape for a in (*actual, *expected)):
+def _pairs(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], rtol: float | None, factors: Mapping[str, float]
+) -> list[Pair]:
+    """In double precision, with zeros for infinities that are right.
+
+    What must be equal bit for bit is recognised as it would be otherwise.
+    """
+    pairs = []
+    for a, e in zip(actual, expected, strict=True):
+        near = max(tolerance(a, e), rtol or 0.0) if a.is_floating_point() else 1e-9
+        right = torch.isinf(e) & (a == e)
+        a64, e64 = a.double().masked_fill(right, 0.0), e.double().masked_fill(right, 0.0)
+        pairs.append(Pair(a64, e64, near, a.dtype, len(expected), factors))
+    return pairs
+
+
+def _recognised(pairs: Sequence[Pair], wrong: Sequence[int], terms: Mapping[str, Sequence[Tensor]]) -> str:
+    """A pattern over all ranks, or one on each rank that is wrong."""
+    odd = [not_finite(pairs[r].actual, pairs[r].expected) for r in wrong]
+    if any(odd):
+        return next(told for told in odd if told)
+    if any(not torch.isfinite(pair.expected).all() for pair in pairs):
         return ""
-    found = [next((s for s in range(n) if is_close(actual[r], expected[s], rtol)), None) for r in range(n)]
-    if None in found or found == list(range(n)):
+    found = between_ranks(pairs, terms)
+    if found:
+        return found
+    return _on_each(pairs, wrong)
+
+
+def _on_each(pairs: Sequence[Pair], wrong: Sequence[int]) -> str:
+    """A pattern on each rank that is wrong: the same one, the same with other numbers, or several."""
+    kinds: dict[str, list[int]] = {}
+    causes: dict[str, list[int]] = {}
+    for r in wrong:
+        kind, cause = recognise(pairs[r])
+        kinds.setdefault(kind, []).append(r)
+        causes.setdefault(cause, []).append(r)
+    if "" in causes:
         return ""
-    if len(set(found)) == 1:
-        return f"every rank has what rank {found[0]} should have"
-    pairs = ", ".join(f"rank {r} has rank {s}'s" for r, s in enumerate(found) if r != s)
-    return f"the right values on the wrong ranks: {pairs}"
+    first = next(iter(causes))
+    if len(causes) == 1:
+        return first
+    if len(kinds) == 1 and len(wrong) > 2:
+        return f"on rank {wrong[0]} {first}; likewise on {of_ranks(wrong[1:])}"
+    return "; ".join(f"on {of_ranks(ranks)} {cause}" for cause, ranks in causes.items())
 
 
 def _numbers(a: Tensor, e: Tensor) -> str:
@@ -216,29 +232,19 @@ def _numbers(a: Tensor, e: Tensor) -> str:
     flat = int(error.flatten().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)) if a.dim() else ()
     place = f" at {list(index)}" if index else ""
-    return f"expected {_short(e.flatten()[flat].item())}{place}, got {_short(a.flatten()[flat].item())}"
+    return f"expected {short(e.flatten()[flat].item())}{place}, got {short(a.flatten()[flat].item())}"
 
 
 def _share(a: Tensor, e: Tensor) -> str:
+    """How much is right, and where the rest is."""
     scale = e.double()[torch.isfinite(e)].abs().max() if torch.isfinite(e).any() else 0.0
     right = ((a.double() - e.double()).abs() <= 1e-4 * scale) | (a == e)  # inf - inf is NaN
     share = right.double().mean().item()
-    return f" ({share:.0%} of the elements are right)" if 0.1 < share < 1 else ""
-
-
-def _short(value: float) -> str:
-    return f"{value:.5g}"
+    if not 0.1 < share < 1:
+        return ""
+    place = tell_where(~right)
+    return f" ({share:.0%} of the elements are right" + (f"; wrong: {place})" if place else ")")
 
 
 def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
-
-
-def _on(rank: int, num_ranks: int) -> str:
-    return f" on rank {rank}" if num_ranks > 1 else ""
-
-
-def _ranks(wrong: Sequence[int], num_ranks: int) -> str:
-    if len(wrong) == num_ranks:
-        return " on every rank"
-    return f" on rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"

@@ -144,7 +144,7 @@ def grade_exercise(
             if ended >= ENDINGS_UNTIL_SKIP:
                 report = CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="not reached")
             else:
-                report = _run_check(check, trials)
+                report = _run_check(check, trials, ask_more=all(report.holds for report in reports))
             reports.append(report)
     verdict = combine([report.verdict for report in reports])
     seconds = time.monotonic() - began
@@ -180,14 +180,16 @@ def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tupl
     )
 
 
-def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
+def _run_check(check: Check, trials: Sequence[Trial], ask_more: bool) -> CheckReport:
     report = CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="no number of ranks fits")
-    for trial in trials:
-        if not check.layouts(trial.layout):
-            continue
-        try:
-            _try(check, trial)
-        except CheckEnded as end:
+    fitting = [trial for trial in trials if check.layouts(trial.layout)]
+    for number, trial in enumerate(fitting):
+        end = _try(check, trial)
+        if isinstance(end, CheckReport):
+            return end
+        if end is not None:
+            if ask_more and not end.sure:
+                trial, end = _surer(check, trial, end, fitting[number + 1 :])
             only_outside = (
                 trial.layout.world_size > trial.num_ranks
                 and report.verdict == Verdict.PASSED
@@ -199,29 +201,45 @@ def _run_check(check: Check, trials: Sequence[Trial]) -> CheckReport:
                 where=trial.where,
                 message=end.message,
                 cause=NOT_THE_WORLD if only_outside else end.cause,
-                help=end.help,
+                help="" if only_outside else end.help,
                 details=end.details,
+                asked=end.asked,
             )
-        except CannotGradeError:
-            raise
-        except Exception as error:
-            return _unexpected(check, trial, error)
         report = CheckReport(check.name, check.sentence, Verdict.PASSED)
     return report
 
 
-def _try(check: Check, trial: Trial) -> None:
-    """Run a check; what fails on ranks that had worked before counts only if it fails on fresh ones too."""
+def _try(check: Check, trial: Trial) -> CheckEnded | CheckReport | None:
+    """How a check ends in one layout: None where it passes, a report where it fails by itself.
+
+    What fails on ranks that had worked before counts only if it fails on fresh ones too.
+    """
+    end = _try_once(check, trial)
+    return end if end is None or not trial.reused else _try_once(check, trial.apart)
+
+
+def _try_once(check: Check, trial: Trial) -> CheckEnded | CheckReport | None:
+    trial.begin_check()
     try:
         with trial.drawing(check.name):
             check.function(trial)
+    except CheckEnded as end:
+        return end
     except CannotGradeError:
         raise
-    except Exception:
-        if not trial.reused:
-            raise
-        with trial.apart.drawing(check.name):
-            check.function(trial.apart)
+    except Exception as error:
+        return _unexpected(check, trial, error)
+    return None
+
+
+def _surer(check: Check, trial: Trial, end: CheckEnded, others: Sequence[Trial]) -> tuple[Trial, CheckEnded]:
+    """The same failure on more ranks, if a cause is known there: on two, "twice" is "n times" as well."""
+    for other in others:
+        if other.num_ranks > trial.num_ranks and other.num_ranks == other.layout.world_size:
+            found = _try(check, other)
+            is_known = isinstance(found, CheckEnded) and found.verdict == end.verdict and found.cause
+            return (other, found) if is_known else (trial, end)
+    return trial, end
 
 
 def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:

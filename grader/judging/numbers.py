@@ -7,11 +7,13 @@ to. All calls go in one run; nothing here knows what is counted.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
+from grader.judging.formulas import Off, off_by_a_term, tell_where
 from grader.judging.trial import Trial
 
 Slips = Callable[..., Mapping[str, float]]
@@ -22,14 +24,15 @@ Alterations = Mapping[str, Callable[..., tuple]]
 
 
 @dataclass
-class Wrong:
-    """One call whose answer is not the true one."""
+class Answer:
+    """One call, its answer, and the true one."""
 
     call: tuple
     given: Any
     true: float
     earlier: tuple[float, ...]
     """What was true for the calls before this one."""
+    right: bool
 
 
 class Answers:
@@ -51,14 +54,15 @@ class Answers:
         place = "" if key is None else f"[{key!r}]"
         return f"{self.name}({', '.join(map(repr, call))}){place}"
 
-    def wrong(self, key: str, where: Callable[..., bool], tolerance: float) -> list[Wrong]:
-        """The calls that `where` selects whose answer is wrong; `key` picks from dictionaries."""
+    def select(self, key: str, where: Callable[..., bool], tolerance: float) -> list[Answer]:
+        """The answers to the calls that `where` selects; `key` picks from dictionaries."""
         found, earlier = [], []
         for call, given, true in zip(self.calls, self.given, self.true, strict=True):
             expected = true[key] if isinstance(true, dict) else true
             value = given.get(key) if isinstance(given, dict) else given
-            if where(*call) and not same(value, expected, tolerance):
-                found.append(Wrong(call, value, expected, tuple(earlier)))
+            if where(*call):
+                right = same(value, expected, tolerance)
+                found.append(Answer(call, value, expected, tuple(earlier), right))
             earlier.append(expected)
         return found
 
@@ -96,57 +100,101 @@ def compare_answers(
         where: looks at the arguments and selects the calls to compare.
         tolerance: relative; 0 asks for exact whole numbers.
     """
-    wrong = answers.wrong(key, where, tolerance)
+    asked = answers.select(key, where, tolerance)
+    wrong = [answer for answer in asked if not answer.right]
     if not wrong:
         return
     first = wrong[0]
     index = answers.calls.index(first.call)
-    asked = answers.asked(first.call, key if isinstance(answers.given[index], dict) else None)
-    message = f"{asked} is {show(first.given)}; expected: {show(first.true)}"
+    call = answers.asked(first.call, key if isinstance(answers.given[index], dict) else None)
+    message = f"{call} is {show(first.given)}; expected: {show(first.true)}"
     if tolerance == 0.0 and (value := whole(first.given)) is not None:
         message += f", so {abs(value - first.true):,} too {'many' if value > first.true else 'few'}"
-    total = sum(where(*call) for call in answers.calls)
-    message += f". Wrong for {len(wrong)} of {total} calls." if total > 1 else "."
-    trial.wrong(
-        message, help=help, cause=explain_answers(answers, key, slips, alterations or {}, wrong, tolerance)
-    )
+    message += f". Wrong for {len(wrong)} of {len(asked)} calls." if len(asked) > 1 else "."
+    cause = explain_answers(answers, asked, key, slips, alterations or {}, tolerance)
+    trial.wrong(message, asked=help, cause=cause)
 
 
 def explain_answers(
-    answers: Answers, key: str, slips: Slips, alterations: Alterations, wrong: list[Wrong], tolerance: float
+    answers: Answers,
+    asked: Sequence[Answer],
+    key: str = "",
+    slips: Slips = lambda *_: {},
+    alterations: Alterations | None = None,
+    tolerance: float = 0.0,
 ) -> str:
-    """The first known way to be wrong that gives every wrong value, or nothing."""
+    """The first known way to be wrong that gives every answer, the right ones too, or nothing."""
+    wrong = [answer for answer in asked if not answer.right]
 
-    def all_are(numbers: Iterable[float | None]) -> bool:
-        return all(n is not None and same(w.given, n, tolerance) for w, n in zip(wrong, numbers, strict=True))
+    def gives(numbers: Iterable[float | None]) -> bool:
+        """A slip that says nothing of a call leaves it as it is."""
+        return all(
+            answer.right if number is None else same(answer.given, number, tolerance)
+            for answer, number in zip(asked, numbers, strict=True)
+        )
 
     def altered(change: Callable[..., tuple]) -> Iterable[float]:
-        answer = (answers.truth(*change(*w.call)) for w in wrong)
+        answer = (answers.truth(*change(*each.call)) for each in asked)
         return (value[key] if isinstance(value, dict) else value for value in answer)
 
-    known = [slips(*w.call) for w in wrong]
-    for text in known[0]:
-        if all_are(numbers[text] for numbers in known):
+    known = [slips(*answer.call) for answer in asked]
+    texts = list(dict.fromkeys(text for numbers in known for text in numbers))
+    for text in texts:
+        if gives(numbers.get(text) for numbers in known):
             return text
-    for text, change in alterations.items():
-        if all_are(altered(change)):
+    where = tell_where(answers.truth, _off(asked))
+    for text in texts if where else ():
+        numbers = (slip.get(text) for slip, answer in zip(known, asked, strict=True) if not answer.right)
+        if all(n is not None and same(a.given, n, tolerance) for a, n in zip(wrong, numbers, strict=True)):
+            return f"{where}: {text}"
+    for text, change in (alterations or {}).items():
+        if gives(altered(change)):
             return text
-    if len(wrong) > 2 and all_are([wrong[0].given] * len(wrong)):
+    if len(wrong) > 2 and gives([wrong[0].given] * len(asked)):
         return "the same number for different arguments: compute it from them"
-    if all(any(same(w.given, true, tolerance) for true in w.earlier) for w in wrong):
+    if all(any(same(answer.given, true, tolerance) for true in answer.earlier) for answer in wrong):
         return "these are answers to earlier calls: something is remembered between calls"
-    for factor, text in (
-        (2, "twice"),
-        (3, "three times"),
-        (4, "four times"),
-        (8, "eight times"),
-        (100, "100 times"),
+    return _factor(asked, tolerance) or _term(answers, asked, tolerance)
+
+
+WORDS = {2: "twice", 3: "three times", 4: "four times", 8: "eight times", 100: "100 times"}
+
+
+def _factor(asked: Sequence[Answer], tolerance: float) -> str:
+    """The same factor for every call."""
+    if len(asked) < 2 or not all(answer.true and _is_number(answer.given) for answer in asked):
+        return ""
+    if len({answer.true for answer in asked}) == 1:
+        return ""
+    factor = Fraction(float(asked[0].given / asked[0].true)).limit_denominator(16)
+    if not 0 < factor <= 1024 or not all(
+        math.isclose(answer.given, factor * answer.true, rel_tol=tolerance or 1e-12) for answer in asked
     ):
-        if all_are(factor * w.true for w in wrong):
-            return f"always exactly {text} what it should be"
-        if all_are(w.true / factor for w in wrong):
-            return f"it should always be exactly {text} that"
-    return ""
+        return ""
+    if factor in WORDS:
+        return f"always exactly {WORDS[int(factor)]} what it should be"
+    if 1 / factor in WORDS:
+        return f"it should always be exactly {WORDS[int(1 / factor)]} that"
+    return f"always exactly {factor} of what it should be"
+
+
+def _term(answers: Answers, asked: Sequence[Answer], tolerance: float) -> str:
+    """A term too many or too few."""
+    if not all(_is_number(answer.given) for answer in asked) or tolerance > 1e-6:
+        return ""
+    return off_by_a_term(answers.truth, _off(asked))
+
+
+def _off(asked: Sequence[Answer]) -> list[Off]:
+    """By how much each answer is off; an answer that is no number is off, too."""
+    return [
+        Off(each.call, 0 if each.right else each.given - each.true if _is_number(each.given) else math.nan)
+        for each in asked
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_whole_numbers(trial: Trial, answers: Answers, keys: Sequence[str]) -> None:

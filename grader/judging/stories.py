@@ -215,8 +215,8 @@ def _standing(rank: RankReport, locate: Locate) -> str:
 
 def _in_torch(stack: str) -> bool:
     main = stack.split("Current thread")[-1]
-    first = re.search(r'File "([^"]+)"', main)
-    return bool(first and "torch" in first.group(1))
+    files = (file for file in re.findall(r'File "([^"]+)"', main) if "/grader/beside/" not in file)
+    return "torch" in next(files, "")
 
 
 def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded | None:

@@ -17,7 +17,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from grader.judging.explain import ByRank, compare
+from grader.judging.evidence import Evidence
+from grader.judging.explain import ByRank, Fault, compare
 from grader.judging.stories import Locate, ending
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.ranks.launcher import Code, Launcher, Session
@@ -186,6 +187,8 @@ class Trial:
         self._device = device
         self._distributed = distributed
         self._seen: dict[Callable[..., Any], Any] = {}
+        self._told: dict[Callable[..., Any], Evidence] = {}
+        self._evidence = Evidence()
         self.where = str(layout) if distributed else ""
         self.output = ""
 
@@ -243,6 +246,7 @@ class Trial:
     def once(self, observe: Callable[["Trial"], T]) -> T:
         """The result of `observe(trial)`, run once however many checks ask. Its ending, too, is kept."""
         if observe not in self._seen:
+            before, self._evidence = self._evidence, Evidence()
             try:
                 with self.drawing(getattr(observe, "__qualname__", "")):
                     self._seen[observe] = observe(self)
@@ -251,10 +255,17 @@ class Trial:
                     Verdict.SKIPPED, "the run that this check looks at ended early (see above)"
                 )
                 raise end
+            finally:
+                self._told[observe], self._evidence = self._evidence, before
+        self._evidence.add(self._told[observe])
         seen = self._seen[observe]
         if isinstance(seen, CheckEnded):
             raise seen
         return seen
+
+    def begin_check(self) -> None:
+        """From now on, what was seen beside the numbers is of the runs that another check looks at."""
+        self._evidence = Evidence()
 
     def run(
         self,
@@ -295,6 +306,9 @@ class Trial:
             session.close()
         group = list(range(self.layout.world_size - self.num_ranks, self.layout.world_size))
         self.output = "\n".join(report.ranks[r].output for r in group)
+        for r, rank in enumerate(group):
+            self._evidence.races += [(r, race) for race in report.ranks[rank].races]
+            self._evidence.events += [(r, event) for event in report.ranks[rank].events]
         trouble = ending(report, self._locate, limits, group)
         if trouble is not None:
             raise trouble
@@ -305,19 +319,27 @@ class Trial:
         what: str,
         actual: Any,
         expected: Any,
-        alternatives: Mapping[str, ByRank] | None = None,
+        alternatives: Mapping[str, ByRank | Fault] | None = None,
         help: str = "",
         rtol: float | None = None,
         factors: Mapping[str, float] | None = None,
+        terms: Mapping[str, ByRank] | Sequence[Tensor] | None = None,
+        plain: Any = None,
     ) -> None:
         """Require tensors to be equal up to the order of sums.
 
-        `actual` and `expected` are one tensor or a list by rank; the rest is as for `explain.compare`.
+        `actual` and `expected` are one tensor or a list by rank, and so is `plain`; `help` says what is asked
+        for; the rest is as for `explain.compare`. A known fault has its next step beside it (see Fault).
         """
         actuals, expecteds = self._by_rank(actual, expected)
-        difference = compare(what, actuals, expecteds, alternatives, rtol, factors)
+        plains = None if plain is None else self._by_rank(plain, expecteds)[0]
+        difference = compare(what, actuals, expecteds, alternatives, rtol, factors, terms, plains)
         if difference is not None:
-            raise CheckEnded(Verdict.WRONG, difference.message, difference.cause, help)
+            cause, step, sure = difference.cause, difference.step, difference.sure
+            if difference.wrong:
+                seen = self._evidence.cause(difference.wrong, len(expecteds), self._locate)
+                cause, step, sure = (*seen, True) if seen[0] else (cause, step, sure)
+            raise CheckEnded(Verdict.WRONG, difference.message, cause, step, asked=help, sure=sure)
 
     def equal(self, what: str, actual: Any, expected: Any, help: str = "") -> None:
         """Require equality of numbers, strings, or containers of them; of tensors, bit for bit."""
@@ -325,18 +347,21 @@ class Trial:
         if isinstance(expected, Tensor) or by_rank:
             self.close(what, actual, expected, help=help, rtol=0.0)
         elif (type(actual) is bool and type(expected) is not bool) or not _equal(actual, expected):
-            raise CheckEnded(Verdict.WRONG, f"{what}: expected {expected!r}, got {actual!r}", "", help)
+            raise CheckEnded(Verdict.WRONG, f"{what}: expected {expected!r}, got {actual!r}", asked=help)
 
     def require(
         self, condition: bool, message: str, help: str = "", rank: int | None = None, cause: str = ""
     ) -> None:
-        """Require a condition; the message says what is wrong when it does not hold."""
+        """Require a condition; the message says what is wrong when it does not hold, `help` the next step."""
         if not condition:
             self.wrong(message, help, rank, cause)
 
-    def wrong(self, message: str, help: str = "", rank: int | None = None, cause: str = "") -> NoReturn:
-        """End the check: wrong."""
-        raise CheckEnded(Verdict.WRONG, message if rank is None else f"rank {rank}: {message}", cause, help)
+    def wrong(
+        self, message: str, help: str = "", rank: int | None = None, cause: str = "", asked: str = ""
+    ) -> NoReturn:
+        """End the check: wrong. `help` is the next step after what the message says, `asked` what holds."""
+        message = message if rank is None else f"rank {rank}: {message}"
+        raise CheckEnded(Verdict.WRONG, message, cause, help, asked=asked)
 
     def _by_rank(self, actual: Any, expected: Any) -> tuple[list[Any], list[Tensor]]:
         many = isinstance(actual, list | tuple)

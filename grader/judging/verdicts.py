@@ -28,18 +28,29 @@ class CheckEnded(Exception):
         verdict: how it ended.
         message: one sentence: what is wrong, on which rank, expected and actual.
         cause: the likely cause.
-        help: the next step.
+        help: the next step: it follows from the cause, or from what the message says.
+        asked: what the check asks for, where nothing says which step is the next.
+        sure: whether more ranks would tell nothing more of the cause.
         details: lines such as where every rank stood.
     """
 
     def __init__(
-        self, verdict: Verdict, message: str, cause: str = "", help: str = "", details: tuple[str, ...] = ()
+        self,
+        verdict: Verdict,
+        message: str,
+        cause: str = "",
+        help: str = "",
+        details: tuple[str, ...] = (),
+        asked: str = "",
+        sure: bool = True,
     ) -> None:
         super().__init__(message)
         self.verdict = verdict
         self.message = readable(message)
         self.cause = readable(cause)
         self.help = help
+        self.asked = asked
+        self.sure = sure
         self.details = tuple(map(readable, details))
 
 
@@ -65,11 +76,28 @@ class CheckReport:
     cause: str = ""
     help: str = ""
     details: tuple[str, ...] = ()
+    asked: str = ""
+    """What is asked for, where no next step follows from a cause."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against it: passed, or not looked at."""
+        return self.verdict in (Verdict.PASSED, Verdict.SKIPPED)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What is said of a failure, beside the sentence that does not hold."""
+        return tuple(filter(None, (self.message, self.cause, self.help, self.asked, *self.details)))
+
+    @property
+    def explains(self) -> bool:
+        """Whether more is said than that numbers differ."""
+        return bool(self.cause or self.help) or self.verdict != Verdict.WRONG
 
     @property
     def text(self) -> str:
         """Everything that the learner reads of it."""
-        return "\n".join([self.sentence, self.where, self.message, self.cause, self.help, *self.details])
+        return "\n".join([self.sentence, self.where, *self.said])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
 from grader.ranks.leftovers import MARK, kill_marked
 from grader.ranks.limits import Limits
-from grader.ranks.recording import Event, revive
+from grader.ranks.recording import Event, Race, revive
 
 TOKEN_BYTES = 32
 START_SECONDS = 120
@@ -60,6 +60,7 @@ class RankReport:
     result: Any = None
     error: dict[str, Any] | None = None
     events: list[Event] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
     exit_code: int | None = None
     stack: str = ""
     output: str = ""
@@ -394,7 +395,9 @@ def _read_rank(state: dict[str, Any], record: bytes, token: bytes) -> RankReport
         if report.status == "failed":
             report.error = _error(json.loads(record[TOKEN_BYTES:]))
         else:
-            report.result = revive(plain.decode(record[TOKEN_BYTES:]))
+            answer = plain.decode(record[TOKEN_BYTES:])
+            report.result = revive(answer["result"])
+            report.races = [Race.from_plain(race) for race in answer["races"]]
     except Exception as error:
         report.status, report.error = "forged", {"message": str(error)[:300]}
     return report

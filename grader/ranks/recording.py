@@ -81,6 +81,30 @@ def _is_of(value: Any, kind: str) -> bool:
     return type(value).__name__ in {"int": ("int",), "int | None": ("int", "NoneType")}.get(kind, (kind,))
 
 
+USES = ("read", "changed", "left")
+
+
+@dataclass(frozen=True)
+class Race:
+    """A buffer that was used, or left, while nobody had waited for the communication that it was given to."""
+
+    event: Event
+    """What was started with the buffer."""
+    use: str
+    """One of USES: "left" was never waited for, and not used in a way that was seen."""
+    file: str
+    line: int
+    """Where the buffer was used: file "" for code that is not the learner's."""
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "Race":
+        """Read a race. Raises ValueError for anything that is not one."""
+        kinds = {name: type(plain.get(name)) for name in ("use", "file", "line")}
+        if len(plain) != 4 or kinds != {"use": str, "file": str, "line": int} or plain["use"] not in USES:
+            raise ValueError("not a race")
+        return cls(Event.from_plain(plain["event"]), plain["use"], plain["file"], plain["line"])
+
+
 @dataclass
 class Totals:
     """What one stretch between two marks added up to."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .cases import Case, ask, draw, dtypes, layouts, require_between, require_in_place, sizes
 from .contents import require_close
@@ -59,11 +59,13 @@ def require_the_sources(
         if of not in (None, case.values[0].dtype):
             continue
         expected = case.values[case.source]
-        alternatives: dict[str, Tensor | list[Tensor]] = {
-            "what it held before: nothing was written into the tensor that was given": case.values,
+        alternatives: dict[str, Tensor | Fault] = {
+            "what it held before: nothing was written into the tensor that was given": Fault(
+                case.values, on_some_ranks=True
+            ),
             **{
                 f"it is the tensor of rank {r}, and the source is rank {case.source}: rank {r} began with "
-                "its own, or sent on before the source's had arrived": value
+                "its own, or sent on before the source's had arrived": Fault(value, on_some_ranks=True)
                 for r, value in enumerate(case.values)
                 if r != case.source
             },

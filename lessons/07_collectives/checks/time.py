@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from grader.checks import Answers, Trial, Wrong, check, exercise, explain_answers, require_refusal, show
+from grader.checks import Answers, Trial, check, exercise, explain_answers, require_refusal, show
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
@@ -160,15 +160,15 @@ def require_times(
     trial: Trial, answers: Answers, where: Callable[..., bool], help: str, known: Slips = slips
 ) -> None:
     """The selected answers are right to nine digits."""
-    wrong: list[Wrong] = answers.wrong("", where, 1e-9)
+    asked = answers.select("", where, 1e-9)
+    wrong = [answer for answer in asked if not answer.right]
     if wrong:
         first = wrong[0]
-        total = sum(where(*call) for call in answers.calls)
         trial.wrong(
             f"{answers.asked(first.call)} is {_apart(first.given, first.true)} is right. "
-            f"Wrong for {len(wrong)} of {total} calls.",
-            help=help,
-            cause=explain_answers(answers, "", known, {}, wrong, 1e-9),
+            f"Wrong for {len(wrong)} of {len(asked)} calls.",
+            asked=help,
+            cause=explain_answers(answers, asked, slips=known, tolerance=1e-9),
         )
 
 

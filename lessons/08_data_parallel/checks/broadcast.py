@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .models import (
     Mixed,
@@ -57,7 +57,11 @@ def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
     own = [weights(m) if kind == "weights" else dict(m.named_buffers()) for m in seen.starts]
     for name in names:
         starts = [tensors[name] for tensors in own]
-        alternatives = {"each rank still has what it started with": starts, "the last rank's": starts[-1]}
+        alternatives = {
+            "each rank still has what it started with": starts,
+            "it is what the rank started with": Fault(starts, on_some_ranks=True),
+            "the last rank's": starts[-1],
+        }
         if starts[0].is_floating_point():
             alternatives["the mean of all ranks' values"] = torch.stack(starts).mean(0)
             alternatives["the sum of all ranks' values"] = torch.stack(starts).sum(0)

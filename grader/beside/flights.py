@@ -1,0 +1,197 @@
+"""Follows what is on its way: buffers that a message or collective still uses, until somebody waits for it.
+
+From its start until its handle is waited for, the network owns a buffer: what it brings may not be there
+yet, and what it takes may not have left. Who uses the buffer meanwhile is right or wrong by luck of timing.
+Nothing in torch notices; this does, and says in which lines.
+"""
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from grader.ranks.recording import Event, Race
+
+OURS = os.path.dirname(__file__) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
+AUTOGRAD, DISTRIBUTED = (os.path.join(TORCH, name, "") for name in ("autograd", "distributed"))
+MOST_RACES = 4
+WAITING = ("wait", "synchronize", "get_future", "get_future_result", "is_completed", "is_success", "result")
+"""Methods of a handle that learn whether it is done, or wait until it is."""
+
+READS_NOTHING = ("empty", "new_", "zeros_like", "ones_like", "full_like", "rand", "_unsafe_view", "set_")
+"""Beginnings of operations that look at no number of what they are given."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The memory of a tensor."""
+
+    first: int
+    last: int
+    tensor: Callable[[], Any]
+    """The storage, while it is there: memory that was freed may be somebody else's by now."""
+    sizes: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Shape, strides and bytes of an element."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Stretch | None":
+        """None where nothing lies in memory that can be compared."""
+        if tensor.numel() == 0 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+        start, item = tensor.data_ptr(), tensor.element_size()
+        length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        sizes = tuple(tensor.shape), tensor.stride(), item
+        return cls(start, start + length * item, weakref.ref(tensor.untyped_storage()), sizes)
+
+    def meets(self, other: "Stretch") -> bool:
+        """Whether both have an element in the same place."""
+        if self.first >= other.last or other.first >= self.last or self.tensor() is None:
+            return False
+        if self._is_dense() and other._is_dense():
+            return True
+        return not self._places().isdisjoint(other._places())
+
+    def _is_dense(self) -> bool:
+        count, item = 1, self.sizes[2]
+        for n in self.sizes[0]:
+            count *= n
+        return count * item == self.last - self.first
+
+    def _places(self) -> set[int]:
+        shape, strides, item = self.sizes
+        places = {self.first}
+        for n, stride in zip(shape, strides, strict=True):
+            places = {place + i * stride * item for place in places for i in range(n)}
+        return places
+
+
+@dataclass(eq=False)
+class Flight:
+    """A message or collective on its way."""
+
+    event: Event
+    fills: list[Stretch]
+    sends: list[Stretch]
+    told: bool = False
+
+
+class Flights:
+    """All that one rank has started and not waited for.
+
+    Args:
+        place: file and line of the learner's innermost frame.
+    """
+
+    def __init__(self, place: Callable[[], tuple[str, int]]) -> None:
+        self._place = place
+        self._aloft: list[Flight] = []
+        self._by_handle: dict[int, Flight] = {}
+        self._references: dict[int, Any] = {}
+        self._races: list[Race] = []
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """See an operation that is about to run: does it use a buffer that is on its way?"""
+        if not self._aloft or len(self._races) >= MOST_RACES:
+            return
+        reads, writes = _used(func, args, kwargs)
+        for flight in self._aloft:
+            if flight.told:
+                continue
+            if _meet(flight.fills, reads):
+                self._tell(flight, "read")
+            elif _meet(flight.fills, writes) or _meet(flight.sends, writes):
+                self._tell(flight, "changed")
+
+    def started(self, func: Any, args: Any, event: Event, result: Any) -> None:
+        """See a message or collective that has just been started."""
+        handles = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
+        caller = _caller()
+        if len(handles) != 1 or caller is None:
+            return
+        sends, fills = _buffers(func._opname, args, event)
+        handle = dist.Work.unbox(handles[0])
+        key, flight = id(handle), Flight(event, fills, sends)
+        # The caller is handed this same object as long as it lives, and a handle that is dropped must go: so
+        # it lives as long as the frame of torch that was asked for it.
+        caller.f_locals["handle of the recorder"] = handle
+        self._aloft.append(flight)
+        self._by_handle[key] = flight
+        self._references[key] = weakref.ref(handle, lambda _: self._dropped(key))
+
+    def _dropped(self, key: int) -> None:
+        """Nobody has the handle any more, so nobody will wait: the flight stays what it is."""
+        self._by_handle.pop(key, None)
+        self._references.pop(key, None)
+
+    def waited(self, handle: Any) -> None:
+        """Its buffers are the learner's again."""
+        flight = self._by_handle.pop(id(handle), None)
+        if flight is not None:
+            self._aloft.remove(flight)
+
+    def _tell(self, flight: Flight, use: str) -> None:
+        flight.told = True
+        self._races.append(Race(flight.event, use, *self._place()))
+
+    def races(self) -> list[Race]:
+        """Every use of a buffer too early, and what was to be filled and never waited for."""
+        left = [f for f in self._aloft if f.fills and not f.told]
+        return [*self._races, *(Race(f.event, "left", "", 0) for f in left)][:MOST_RACES]
+
+
+def _caller() -> FrameType | None:
+    """The frame that asked for a handle; None for torch's C++, which waits in ways of its own."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(AUTOGRAD):
+            return None
+        if file.startswith(DISTRIBUTED) or not file.startswith((OURS, TORCH)):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[Stretch]]:
+    """What a call of torch.distributed sends from, and what it fills."""
+    first, second = list(_stretches(args[:1])), list(_stretches(args[1:2]))
+    at_root = event.peer is not None and event.group[event.peer] == dist.get_rank()
+    if name == "send" or (name == "broadcast_" and at_root) or (name == "reduce_" and not at_root):
+        return first, []
+    return second, first
+
+
+def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Stretch], list[Stretch]]:
+    """The memory that an operation reads, and that it writes."""
+    if func.namespace == "c10d":
+        both = list(_stretches(args[:1])), list(_stretches(args[1:2]))
+        return (both[0], []) if func._opname == "send" else (both[1], both[0])
+    schema = func._schema
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return [], []  # a view
+    if func._opname.startswith(READS_NOTHING):
+        return [], []
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
+    reads = _stretches([value for name, value in given.items() if name not in written])
+    return list(reads), list(_stretches([given[name] for name in written if name in given]))
+
+
+def _stretches(value: Any) -> Iterator[Stretch]:
+    for leaf in tree_leaves(value):
+        stretch = Stretch.of(leaf) if isinstance(leaf, Tensor) else None
+        if stretch is not None:
+            yield stretch
+
+
+def _meet(some: Iterable[Stretch], others: Iterable[Stretch]) -> bool:
+    return any(one.meets(other) for one in some for other in others)

@@ -1,0 +1,59 @@
+"""What a run tells besides its numbers: buffers used too early, and results that one rank alone was given.
+
+Where numbers are wrong, these are causes that were seen, and not guessed from the numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from grader.judging.wording import of_ranks
+from grader.ranks.recording import Event, Race
+
+Locate = Callable[[str, int], str]
+
+
+@dataclass
+class Evidence:
+    """Of the runs that a check looks at."""
+
+    races: list[tuple[int, Race]] = field(default_factory=list)
+    """With the rank in the group."""
+    events: list[tuple[int, Event]] = field(default_factory=list)
+
+    def add(self, other: "Evidence") -> None:
+        """Look at another run, too."""
+        self.races += other.races
+        self.events += other.events
+
+    def cause(self, wrong: Sequence[int], num_ranks: int, locate: Locate) -> tuple[str, str]:
+        """Why the numbers of some ranks are wrong, and the next step; nothing where nothing was seen."""
+        for use in ("read", "changed", "left"):
+            for rank, race in self.races:
+                if race.use == use:
+                    return _race(rank, race, locate)
+        right = [r for r in range(num_ranks) if r not in wrong]
+        for _, event in self.events if len(right) == 1 else ():
+            if event.kind == "reduce" and event.peer == right[0]:
+                told = f"{_at(event, locate)} gives the result to {of_ranks(right)} alone"
+                return told, "dist.all_reduce gives it to every rank."
+        return "", ""
+
+
+def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
+    event = race.event
+    call = {"send": "isend", "recv": "irecv"}.get(event.kind, event.kind)
+    place = locate(race.file, race.line) if race.file else ""
+    where = f", in {place}" if place else ""
+    it = _at(event, locate)
+    told = {
+        "read": f"rank {rank} used what {it} brings before anybody had waited for it{where}",
+        "changed": f"rank {rank} wrote into the buffer of {it} before anybody had waited for it{where}",
+        "left": f"rank {rank} never waited for {it}: what it brings comes at any time, or never",
+    }[race.use]
+    step = f"Keep the handle that {call} returns, and call its wait() before the buffer is used again."
+    return told, step if race.use != "changed" else step + " Or give every message a buffer of its own."
+
+
+def _at(event: Event, locate: Locate) -> str:
+    place = locate(event.file, event.line) if event.file else ""
+    return f"its {event.describe()}" + (f" ({place})" if place else "")

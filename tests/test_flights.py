@@ -1,0 +1,158 @@
+"""Buffers that are used while the network still owns them are seen, and honest programs are not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grader.judging.evidence import Evidence
+from grader.ranks.launcher import Code, Limits, shared_launcher
+from grader.ranks.recording import Race
+
+NOTHING = Code(cells=(("empty.py", ""),), trusted=True)
+
+
+def races(probe) -> list[list[Race]]:
+    report = shared_launcher().run(probe, NOTHING, [(), ()], limits=Limits())
+    assert report.ended == "complete", [(rank.status, rank.error) for rank in report.ranks]
+    return [rank.races for rank in report.ranks]
+
+
+def reads_before_it_waits(rank):
+    x = torch.ones(4)
+    work = dist.all_reduce(x, group=rank.group, async_op=True)
+    y = x + 1
+    work.wait()
+    return y
+
+
+def divides_at_once(rank):
+    x = torch.ones(4)
+    dist.all_reduce(x, group=rank.group, async_op=True)
+    x /= 2
+    return x
+
+
+def never_waits(rank):
+    x = torch.ones(4)
+    dist.all_reduce(x, group=rank.group, async_op=True)
+    return x
+
+
+def one_buffer_for_two_messages(rank):
+    other, x, buffer = 1 - rank.rank, torch.ones(4), torch.empty(4)
+    works = [dist.isend(x, other), dist.isend(x, other), dist.irecv(buffer, other), dist.irecv(buffer, other)]
+    for work in works:
+        work.wait()
+    return buffer
+
+
+def changes_what_it_sends(rank):
+    other, x, buffer = 1 - rank.rank, torch.ones(4), torch.empty(4)
+    send, receive = dist.isend(x, other), dist.irecv(buffer, other)
+    x.zero_()
+    send.wait()
+    receive.wait()
+    return buffer
+
+
+def passes_on_what_is_not_there(rank):
+    other, buffer = 1 - rank.rank, torch.ones(4)
+    receive = dist.irecv(buffer, other)
+    send = dist.isend(buffer, other)
+    receive.wait()
+    send.wait()
+    return buffer
+
+
+@pytest.mark.parametrize(
+    ("probe", "use", "kind"),
+    [
+        (reads_before_it_waits, "read", "all_reduce"),
+        (divides_at_once, "changed", "all_reduce"),
+        (never_waits, "left", "all_reduce"),
+        (one_buffer_for_two_messages, "changed", "recv"),
+        (changes_what_it_sends, "changed", "send"),
+        (passes_on_what_is_not_there, "read", "recv"),
+    ],
+)
+def test_a_buffer_used_too_early_is_seen(probe, use: str, kind: str) -> None:
+    for found in races(probe):
+        assert [(race.use, race.event.kind) for race in found] == [(use, kind)]
+
+
+def honest(rank):
+    """What looks like it and is right: views, other parts of a buffer, polling, a send that is only read."""
+    other, n = 1 - rank.rank, 2
+    buffers = torch.zeros(2, 4)
+    first = dist.irecv(buffers[0], other)
+    x = torch.ones(4)
+    send = dist.isend(x, other)
+    y = x + 1  # the network only reads it as well
+    rows = buffers.view(4, 2)[0:2].detach()  # a view of what is still on its way
+    buffers[1].add_(y)  # the other row
+    columns = torch.zeros(4, 6)
+    second = dist.irecv(columns.view(-1)[:3], other)
+    third = dist.isend(x[:3], other)
+    columns[:, 3:] = 5.0  # lies between, around and behind what comes, and not in it
+    for work in (first, send, second, third):
+        work.wait()
+    future = dist.all_reduce(x, group=rank.group, async_op=True).get_future()
+    future.wait()
+    polled = dist.all_reduce(x, group=rank.group, async_op=True)
+    while not polled.is_completed():
+        pass
+    dist.all_reduce(x, group=rank.group)
+    dist.all_gather([torch.empty(4) for _ in range(n)], x, group=rank.group)
+    dist.broadcast(x, group_src=0, group=rank.group)
+    return [rows.clone(), buffers, columns, x]
+
+
+def test_honest_programs_have_no_races() -> None:
+    assert races(honest) == [[], []]
+
+
+def drops_what_was_freed(rank):
+    """The memory of a message that is over belongs to others."""
+    other = 1 - rank.rank
+    for _ in range(50):
+        x = torch.ones(1000)
+        send, receive = dist.isend(x, other), dist.irecv(torch.empty(1000), other)
+        receive.wait()
+        send.wait()
+    kept = dist.isend(torch.ones(1000), other)
+    dist.recv(torch.empty(1000), other)
+    del x
+    made = [torch.zeros(1000).add_(1) for _ in range(50)]
+    kept.wait()
+    return made[0]
+
+
+def test_memory_that_was_freed_is_nobodys_buffer() -> None:
+    assert races(drops_what_was_freed) == [[], []]
+
+
+def test_what_was_seen_is_told_with_its_lines() -> None:
+    lines = {("a.py", 3): "line 3: `work = irecv`", ("a.py", 4): "line 4: `y = x`"}
+    (race, *_), _ = races(passes_on_what_is_not_there)
+    event = type(race.event)(**{**vars(race.event), "file": "a.py", "line": 3})
+    evidence = Evidence([(1, Race(event, "read", "a.py", 4))])
+    cause, step = evidence.cause([1], 2, lambda file, line: lines[file, line])
+    assert cause == (
+        "rank 1 used what its recv of 4 float32 from rank 1 (line 3: `work = irecv`) brings before anybody "
+        "had waited for it, in line 4: `y = x`"
+    )
+    assert "the handle that irecv returns" in step
+
+
+def reduces_to_rank_1(rank):
+    x = torch.ones(4)
+    dist.reduce(x, group=rank.group, group_dst=1)
+    return x
+
+
+def test_a_result_that_one_rank_alone_was_given() -> None:
+    report = shared_launcher().run(reduces_to_rank_1, NOTHING, [(), ()], limits=Limits())
+    evidence = Evidence(events=[(r, event) for r in range(2) for event in report.ranks[r].events])
+    assert "gives the result to rank 1 alone" in evidence.cause([0], 2, lambda *_: "")[0]
+    assert evidence.cause([1], 2, lambda *_: "") == ("", "")
+    assert evidence.cause([0, 1], 2, lambda *_: "") == ("", "")
