@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from grader.judging.evidence import Evidence
-from grader.ranks.launcher import Code, Limits, shared_launcher
+from grader.ranks.launcher import Code, shared_launcher
+from grader.ranks.limits import Limits
 from grader.ranks.recording import Race
 
 NOTHING = Code(cells=(("empty.py", ""),), trusted=True)

@@ -47,6 +47,8 @@ class Difference:
     """The next step, if the cause has one."""
     wrong: tuple[int, ...] = ()
     """The ranks whose numbers are wrong; none where already the form is."""
+    known: bool = False
+    """Whether the cause is a fault that the check knows, and not a pattern of the numbers alone."""
     sure: bool = True
     """Whether the numbers of more ranks would tell nothing more."""
 
@@ -87,7 +89,7 @@ def compare(
         return None
     tensors = [a for a in actual if isinstance(a, Tensor)]
     cause, step = _known(tensors, expected, alternatives or {}, wrong, rtol)
-    sure = bool(cause)
+    known = sure = bool(cause)
     if not cause:
         pairs = _pairs(tensors, expected, rtol, factors or {})
         cause = _recognised(pairs, wrong, _by_rank(terms, num_ranks))
@@ -97,7 +99,7 @@ def compare(
     if not cause:
         numbers += _share(tensors[rank], expected[rank]) + tell_agreement(pairs, wrong)
     message = f"{what} is wrong{tell_ranks(wrong, num_ranks)}: {numbers}"
-    return Difference(message, cause, rank, step, tuple(wrong), sure)
+    return Difference(message, cause, rank, step, tuple(wrong), known, sure)
 
 
 def _unfit(actual: object, expected: Tensor) -> str:

@@ -89,6 +89,9 @@ def _name_factor(pair: Pair, ratio: float, alone: bool) -> str:
     return told if not alone or (is_simple and abs(simple.numerator) <= 4) else ""
 
 
+READ_SO = "a view() where a transpose() belongs, or memory that lies in another order than it is taken for?"
+
+
 def exchanged(pair: Pair) -> str:
     """Two dimensions have changed places, or the elements were read in the order of an exchanged tensor."""
     a, e = pair.actual, pair.expected
@@ -101,10 +104,7 @@ def exchanged(pair: Pair) -> str:
         sizes[i], sizes[j] = sizes[j], sizes[i]
         for guess in (e.transpose(i, j).reshape(a.shape), e.reshape(sizes).transpose(i, j)):
             if pair.fits(guess):
-                return (
-                    f"the right numbers, read as if dimensions {i} and {j} had changed places: a view() or "
-                    "reshape() where a transpose() belongs, or the other way round?"
-                )
+                return f"the right numbers, read as if dimensions {i} and {j} had changed places: {READ_SO}"
     return ""
 
 

@@ -337,8 +337,10 @@ class Trial:
         if difference is not None:
             cause, step, sure = difference.cause, difference.step, difference.sure
             if difference.wrong:
-                seen = self._evidence.cause(difference.wrong, len(expecteds), self._locate)
-                cause, step, sure = (*seen, True) if seen[0] else (cause, step, sure)
+                seen, then = self._evidence.cause(difference.wrong, len(expecteds), self._locate)
+                if seen:
+                    cause = f"{cause}. What was seen: {seen}" if difference.known else seen
+                    step, sure = step or then, True
             raise CheckEnded(Verdict.WRONG, difference.message, cause, step, asked=help, sure=sure)
 
     def equal(self, what: str, actual: Any, expected: Any, help: str = "") -> None:
