@@ -43,8 +43,8 @@ def attention_with_lse(
     q (b, a, s_q, d); k and v (b, a, s_k, d). Scores are scaled by 1/sqrt(d). With `causal_offset` None every
     query sees every key; else query i sees key j where j <= i + causal_offset.
     Returns out (b, a, s_q, d) and lse (b, a, s_q), the natural logarithm of the sum of exp(score) over the
-    keys that a query sees. A query that sees no key has out 0 and lse -inf, and sends no NaN back in the
-    backward pass.
+    keys that a query sees. Scores of a hundred overflow nothing. Gradients flow through both results. A query
+    that sees no key has out 0 and lse -inf, and sends no NaN back in the backward pass.
     """
     # answer
     scores = _scores(q, k, causal_offset)  # (b, a, s_q, s_k)
@@ -63,10 +63,11 @@ def attention_with_lse(
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of the same queries to two blocks of keys, from their attention to each.
 
-    out_a, out_b (b, a, s, d) and lse_a, lse_b (b, a, s), as `attention_with_lse` returns them. Returns out
-    and lse of both blocks together. A block of which a query saw nothing (lse -inf) changes nothing for it;
-    where both are -inf, out is 0 and lse -inf. There no gradient is asked for, and it may be NaN: a query of
-    causal attention sees at least itself.
+    out_a, out_b (b, a, s, d) and lse_a, lse_b (b, a, s), as `attention_with_lse` returns them; they stay as
+    they are. Returns out and lse of both blocks together. An lse of a hundred overflows nothing. A block of
+    which a query saw nothing (lse -inf) changes nothing for it; where both are -inf, out is 0 and lse -inf.
+    Gradients flow to all four, but for a query that saw nothing in either block: there they may be NaN, since
+    a query of causal attention sees at least itself.
     """
     # answer
     largest = torch.maximum(lse_a, lse_b).detach()
@@ -201,6 +202,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     the ring of ranks, from each to its neighbour, while the block that is there is computed; blocks of the
     future are passed on and not computed. In backward they travel again, and their gradients behind them,
     home to the rank that they belong to. No rank ever holds all keys, nor any tensor as long as the sequence.
+    The output has the dtype of q, and is as exact. Inputs and the gradient that comes in stay as they are. A
+    model has many layers: each call keeps what its own backward needs.
+
     Source: arXiv:2310.01889.
     """
     # answer
@@ -220,7 +224,7 @@ def _zigzag_chunks(num_ranks: int, rank: int) -> tuple[int, int]:
 def zigzag_split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """This rank's part of a tensor that every rank has: of 2n equal chunks along `dim`, r and 2n-1-r, joined.
 
-    Nothing has to be sent for it, and x stays as it is.
+    Nothing is sent for it.
 
     Raises:
         ValueError: the dimension does not divide by 2n.
@@ -256,8 +260,9 @@ def zigzag_merge(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
     """`ring_attention` on parts as `zigzag_split` cuts them along dim 2: (b, a, s/n, d) to (b, a, s/n, d).
 
-    The same messages. At every step every rank has the same work to do, and no chunk of the future is
-    computed: (2n + 2) products of one chunk with another at most, where 2n + 1 are needed.
+    The same messages, under way while chunks are computed. At every step every rank has the same work to do,
+    and no chunk of the future is computed: (2n + 2) products of one chunk with another at most, where 2n + 1
+    are needed. Each call keeps what its own backward needs, and nothing as long as the sequence.
     """
     # answer
     return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))
@@ -323,12 +328,10 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     """Give each rank a part of the sequence. Changes and returns the given GPT, which is the same everywhere.
 
     Called as before, with the same whole batch on every rank; each takes its tokens out of it, and their
-    positions in the sequence. The loss is the mean over all targets that are not -1, the same on every rank.
-    With targets the logits are those of this rank's tokens, (b, s/n, v). Without, the loss is None, and the
-    logits are not checked: ours are those of the sequence's last token, (b, 1, v), on every rank. After
-    `loss.backward()` every gradient is complete, and the same on every rank; a second backward adds to it as
-    usual. Attention probabilities are not dropped; the other dropouts work, and the ranks, which have
-    different tokens, should be seeded differently for them. Parameter names stay GPT's.
+    positions in the sequence. The loss is the mean over all targets that are not -1, the same on every rank,
+    also where one rank has none of them. After `loss.backward()` every gradient is complete, and the same on
+    every rank; a second backward adds to it as usual. Attention probabilities are not dropped. The other
+    dropouts stay on. Parameter names stay GPT's.
 
     Raises:
         ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.

@@ -12,8 +12,10 @@ from grader.judging.course import Lesson
 from infra.lessons.exercises import Function, find_blocks, find_exercises
 
 HEADING = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Sources?|Example):$")
-ITEM = re.compile(r"^(\*{0,2}\w+(, \*{0,2}\w+)*:|- |\d+\. )")
-"""Begins an item of a list: `name: what it is`, a bullet, or a number."""
+ITEM = re.compile(r"^\*{0,2}\w+(, \*{0,2}\w+)*:")
+"""Begins an item below a heading: `name: what it is`."""
+NUMBER = re.compile(r"^(- |\d+\. )")
+"""Begins an item of a list."""
 SHORT = re.compile(r"\b(al|e\.g|i\.e|cf|eq|sec|fig|vs|no|resp|p)\.$", re.IGNORECASE)
 RULES = re.compile(r"<!-- rules: (\w+) -->\s*\n((?:\d+\. .*\n(?:(?!\d+\. ).+\n|\n(?= ))*\n?)+)")
 """A numbered list of lesson.md that binds an exercise: the line above it says which."""
@@ -60,7 +62,7 @@ def sentences(text: str) -> list[str]:
         if not words or HEADING.match(words):
             fresh = True
             continue
-        if fresh or ITEM.match(words):
+        if fresh or NUMBER.match(words) or (line[0] == " " and ITEM.match(words)):
             pieces.append("")
             words = re.sub(r"^(- |\d+\. )", "", words)
         pieces[-1] = f"{pieces[-1]} {words}".strip()

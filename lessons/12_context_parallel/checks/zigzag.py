@@ -114,6 +114,28 @@ def parts_are_chunks_r_and_its_mirror_image(trial: Trial) -> None:
         )
 
 
+def uneven_probe(rank, x: Tensor) -> str:
+    try:
+        rank.submission.zigzag_split(x, rank.group, 1)
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
+
+
+@check("zigzag_split", world_sizes=(2, 3, 4))
+def what_does_not_divide_is_refused(trial: Trial) -> None:
+    """A dimension that does not divide by 2n is a ValueError, also where it divides by n."""
+    n = trial.num_ranks
+    for length in (3 * n, 4 * n + 1):
+        for r, told in enumerate(trial.run(uneven_probe, trial.normal(2, length))):
+            trial.require(
+                told == "ValueError",
+                f"a dimension of {length} over {n} ranks gave {told} where a ValueError belongs",
+                help="Raise a ValueError that names both numbers, before you cut.",
+                rank=r,
+            )
+
+
 @check("zigzag_split")
 def nothing_is_sent(trial: Trial) -> None:
     """Every rank has the whole x: cutting it needs no communication, and leaves it as it was."""
