@@ -126,6 +126,7 @@ def collective_time(
     """Seconds that a collective takes, from its steps and from the bytes that a rank receives in each.
 
     A step of m bytes takes `latency` + m / `bandwidth` + m · `seconds_per_byte`.
+
     Source: Thakur, Rabenseifner and Gropp 2005, section 3, where these are alpha, 1/beta and gamma.
 
     Args:

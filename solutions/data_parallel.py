@@ -1,7 +1,8 @@
 """Data parallelism by hand: every rank has the whole model and a share of the batch.
 
 The gradient of a mean over the whole batch is the mean of the gradients of equal shares, so ranks
-that start with the same weights and average their gradients stay the same for ever.
+that start with the same weights and average their gradients stay the same for ever. Where shares
+differ, each rank's loss is weighed first.
 Sources: Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704); Goyal et al. 2017 (arXiv:1706.02677).
 """
 
@@ -24,7 +25,8 @@ def shard_batch(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's rows of a batch that every rank has: (b, ...) to (b/n, ...).
 
     The shares are disjoint and are the whole batch together. Where b does not divide by n, two
-    shares differ by at most one row.
+    shares differ by at most one row. Tensors of one batch are cut at the same rows. Nothing is sent,
+    and the given tensor stays as it was.
     """
     # answer
     return tensor.tensor_split(group.size())[group.rank()]
@@ -34,28 +36,52 @@ def shard_batch(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def broadcast_parameters(model: nn.Module, group: ProcessGroup) -> None:
     """Give every rank the parameters and buffers of the group's rank 0, in place.
 
-    Frozen parameters and non-persistent buffers count too. The Parameter objects stay the same
-    ones, so that optimizers and ties keep hold of them.
+    Frozen parameters and non-persistent buffers count too, and those of modules inside modules. Each
+    arrives bit for bit, in its own dtype. It may lie in memory in another order on each rank. The
+    Parameter objects stay the same ones, so that optimizers and ties keep hold of them. Each tensor
+    is sent once.
     """
     # answer
     for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), group=group, group_src=0)
+        sent = tensor.detach().contiguous()  # what travels is memory, in the order in which it lies
+        dist.broadcast(sent, group=group, group_src=0)
+        tensor.detach().copy_(sent)
     # end of answer
 
 
 def all_reduce_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Replace every `.grad` by its mean over the ranks of the group.
+    """Replace every `.grad` by its mean over the ranks of the group, in its own dtype.
 
     A gradient that is None on some ranks counts as zero there. A frozen parameter keeps None, and
-    a weight that is used in two places (a tie) is sent once.
+    a weight that is used in two places (a tie) is sent once. A gradient may lie in memory in another
+    order on each rank. No weight changes.
     """
     # answer
     for parameter in model.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= group.size()
-            dist.all_reduce(parameter.grad, group=group)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            mean = gradient.contiguous() / group.size()
+            dist.all_reduce(mean, group=group)
+            parameter.grad = mean
+    # end of answer
+
+
+def share_loss(loss_sum: Tensor, num_counted: Tensor | int, group: ProcessGroup) -> Tensor:
+    """This rank's loss, weighed so that a plain mean over ranks is the mean over all counted targets.
+
+    It is loss_sum · n / (counted targets of all ranks). So are its gradients: their mean over the n
+    ranks is the gradient of one process on the whole batch, however many targets each rank has.
+    One number travels.
+
+    Args:
+        loss_sum: the sum of this rank's losses over its counted targets, a scalar with its graph.
+        num_counted: how many these are, a tensor or an int, perhaps 0 (but not on all ranks). It is
+            not changed.
+    """
+    # answer
+    counted = torch.as_tensor(num_counted, device=loss_sum.device).clone()
+    dist.all_reduce(counted, group=group)
+    return loss_sum * group.size() / counted
     # end of answer
 
 
@@ -104,11 +130,13 @@ def fill_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[
 class DataParallel(nn.Module):
     """Averages a module's gradients over a group, a bucket at a time, while backward goes on.
 
-    The constructor copies the weights of the group's rank 0 to all ranks. A bucket holds up to
-    `bucket_bytes` of gradients (a larger gradient has a bucket to itself). It is all-reduced,
+    The constructor copies weights and buffers of the group's rank 0 to all ranks. A bucket holds up
+    to `bucket_bytes` of gradients (a larger gradient has a bucket to itself). It is all-reduced,
     asynchronously, as soon as its gradients are there and the bucket before it has left: so every
-    rank sends the same buckets in the same order, whatever order its own backward takes. The
-    shares of the ranks are taken to be of equal size. Source: arXiv:2006.15704, section 3.2.
+    rank sends the same buckets in the same order, whatever order its own backward takes. The mean
+    is plain, each rank counts as much as any other: where shares differ, weigh the loss (`share_loss`).
+
+    Source: arXiv:2006.15704, section 3.2.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup, bucket_bytes: int = 25 * 2**20) -> None:
@@ -130,7 +158,10 @@ class DataParallel(nn.Module):
         # end of answer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """What the module returns.
+
+        Outside `no_sync()`, and with gradients switched on, it makes a pass pending.
+        """
         # answer
         if self.synchronizing and torch.is_grad_enabled():
             if self.ready:  # an earlier backward, after which nobody called it
@@ -155,8 +186,8 @@ class DataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Send what unused parameters held back, wait, and put the means into every `.grad`.
 
-        A forward outside `no_sync()` makes a pass pending, on all ranks: also on a rank whose
-        backward reaches none of the module's parameters. Does nothing when nothing is pending.
+        A pass is pending since its forward, on all ranks: also on a rank whose backward reaches none
+        of the module's parameters. Does nothing when nothing is pending.
         """
         # answer
         if not self.pending:
@@ -174,7 +205,8 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Around forward and backward of a micro-batch: gradients add up and nothing is sent.
 
-        The next backward outside reduces all that has added up. It ends with an exception too.
+        The next backward outside reduces all that has added up. An exception that leaves it ends it
+        too.
         """
         # answer
         before, self.synchronizing = self.synchronizing, False

@@ -537,3 +537,8 @@ def clipped_step(
     optimizer.step()
     return norm
     # end of answer
+
+
+# --- training ---
+
+from solutions.fsdp_training import PARALLEL as PARALLEL  # noqa: E402

@@ -84,7 +84,6 @@ class Recorder(TorchDispatchMode):
         self._is_learner = is_learner
         self._delays = None if delay_seed is None else random.Random(delay_seed)
         self._index = 0
-        self._waits = 0
         self._window: Window | None = None
         self.calls: Counter[tuple[int, ...]] = Counter()
         """World ranks of a group → calls that its backend counts for what was seen (see beside.unseen)."""
@@ -142,7 +141,6 @@ class Recorder(TorchDispatchMode):
 
     def saw_wait(self, handle: Any) -> None:
         """Count that somebody asked a handle, such as `isend` returns, for its end."""
-        self._waits += 1
         self.flights.waited(handle)
         if self._window is not None:
             self._window.saw_wait()
@@ -195,8 +193,6 @@ class Recorder(TorchDispatchMode):
             line=line,
             after=self._window.mark_name if self._window else "",
             index=self._index,
-            address=tensors[0].data_ptr() if tensors and tensors[0].device.type != "meta" else 0,
-            waits=self._waits,
         )
 
     def _place(self) -> tuple[str, int, str]:

@@ -47,10 +47,6 @@ class Event:
     """Name of the last mark, "" before the first."""
     index: int
     """Position in the stream of all operations of this rank."""
-    address: int
-    """Where the first tensor lies in the rank's memory; 0 where no tensor travels."""
-    waits: int
-    """How often this rank had asked any handle for its end before."""
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Event":

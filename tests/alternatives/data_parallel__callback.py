@@ -42,6 +42,14 @@ def all_reduce_gradients(model, group):
         at += p.numel()
 
 
+def share_loss(loss_sum, num_counted, group):
+    """Everybody's number, gathered."""
+    mine = torch.tensor([float(num_counted)], dtype=torch.float64, device=loss_sum.device)
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyones, mine, group=group)
+    return loss_sum / torch.cat(everyones).mean().to(loss_sum.dtype)
+
+
 class DataParallel(nn.Module):
     def __init__(self, module, group, bucket_bytes=25 * 2**20):
         super().__init__()

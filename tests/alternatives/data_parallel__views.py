@@ -31,6 +31,12 @@ def all_reduce_gradients(model, group):
         p.grad = piece.view_as(p)
 
 
+def share_loss(loss_sum, num_counted, group):
+    average = loss_sum.new_tensor(float(num_counted))
+    dist.all_reduce(average, op=dist.ReduceOp.AVG, group=group)
+    return loss_sum.div(average)
+
+
 class DataParallel(nn.Module):
     def __init__(self, module, group, bucket_bytes=25 * 2**20):
         super().__init__()

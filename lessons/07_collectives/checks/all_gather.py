@@ -8,7 +8,6 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 
 from .cases import ask, draw, dtypes, layouts, require_tensors, require_untouched
-from .contents import owners, require_close
 from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
@@ -50,15 +49,9 @@ def require_gathered(
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers)
-        gathered = [answer["returned"] for answer in answers]
 
         def joined(order: list[int], values: list[Tensor] = case.values) -> Tensor:
             return torch.cat([values[i % n] for i in order])
-
-        def told(rank: int, gathered: list = gathered, values: list[Tensor] = case.values) -> str:
-            standing = owners(gathered[rank].tensor_split(n), values)
-            told = ", ".join(map(str, standing))
-            return "" if None in standing else f"on rank {rank} stand the shards of ranks {told}"
 
         way = direction(seen.recordings, i)
         alternatives = {
@@ -79,17 +72,13 @@ def require_gathered(
             "each shard stands one place too far": joined([s - 1 for s in range(n)]),
             "each shard stands one place too early": joined([s + 1 for s in range(n)]),
         }
-        require_close(
-            trial,
-            seen,
-            i,
+        trial.close(
             f"what was gathered of {case}",
-            gathered,
+            [answer["returned"] for answer in answers],
             joined(list(range(n))),
             alternatives=alternatives,
             rtol=0.0,
             help=help or "Which rank made the shard that arrives in step s? It belongs in that rank's place.",
-            contents=told,
         )
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise, is_close
+from grader.checks import Trial, check, exercise
 
 from .cases import (
     Case,
@@ -18,7 +18,6 @@ from .cases import (
     require_tensors,
     sizes,
 )
-from .contents import chunk_told, require_close
 from .traffic import require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
@@ -77,19 +76,6 @@ def slips(case: Case) -> dict[str, Tensor | list[Tensor]]:
     }
 
 
-def chunks_told(case: Case, found: Tensor, rank: int) -> str:
-    """What a rank's wrong chunks hold; "" where one of them can not be told."""
-    chunks = [value.flatten().split(case.chunk_size) for value in case.values]
-    parts, total = list(zip(*chunks, strict=True)), case.total.flatten().split(case.chunk_size)
-    if len(parts) != len(case.values):
-        return ""
-    pieces = enumerate(found.flatten().split(case.chunk_size))
-    held = {c: chunk_told(piece, c, parts) for c, piece in pieces if not is_close(piece, total[c])}
-    if not all(held.values()):
-        return ""
-    return f"rank {rank} has " + ", ".join(f"as chunk {c} {told}" for c, told in held.items())
-
-
 def _with_sums(value: Tensor, total: Tensor, start: int, end: int) -> Tensor:
     """One rank's own tensor, with the sums in the elements from start to end."""
     mixed = value.flatten().clone()
@@ -103,21 +89,17 @@ def _cut(chunks: Tensor, like: Tensor) -> Tensor:
 
 def require_sums(trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None) -> None:
     """Every rank's tensor holds the sum."""
-    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers, "tensor")
-        found = [answer["tensor"] for answer in answers]
-        require_close(
-            trial,
-            seen,
-            i,
+        trial.close(
             f"the tensor ({case}) after the call",
-            found,
+            [answer["tensor"] for answer in answers],
             case.total,
             alternatives=slips(case),
             help=help or "A reduce-scatter, then an all-gather of its shards, written into the tensor.",
-            contents=lambda rank, case=case, found=found: chunks_told(case, found[rank], rank),
+            terms={f"rank {r}'s part": value for r, value in enumerate(case.values)},
         )
         require_in_place(trial, case, answers, case.total)
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from grader.checks import Fault, Trial, check, exercise
 
 from .cases import Case, ask, draw, dtypes, layouts, require_between, require_in_place, sizes
-from .contents import require_close
 from .traffic import SMALL, require_messages_alone, require_waits, sends
 
 exercise(
@@ -55,7 +54,7 @@ def require_the_sources(
     trial: Trial, seen: SimpleNamespace, help: str, of: torch.dtype | None = None
 ) -> None:
     """Every rank's tensor holds what the source's did."""
-    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
         if of not in (None, case.values[0].dtype):
             continue
         expected = case.values[case.source]
@@ -74,10 +73,7 @@ def require_the_sources(
                 expected.float().to(expected.dtype)
             ),
         }
-        require_close(
-            trial,
-            seen,
-            i,
+        trial.close(
             f"the tensor ({case}) after the call",
             [answer["tensor"] for answer in answers],
             expected,

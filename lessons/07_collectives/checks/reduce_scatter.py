@@ -9,7 +9,6 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 
 from .cases import Case, ask, draw, dtypes, layouts, require_tensors, require_untouched, sizes
-from .contents import chunk_told, require_close
 from .traffic import require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
@@ -79,30 +78,23 @@ def require_shards(
     trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None
 ) -> None:
     """The shards, joined and cut to size, are the flattened sum: padded or with a short last chunk."""
-    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers)
         require_chunks(trial, case, answers)
         lengths = [answer["returned"].numel() for answer in answers]
         expected = pieces(case, [case.total] * trial.num_ranks, lengths)
-        shards = [a["returned"][: len(e)] for a, e in zip(answers, expected, strict=True)]
-        chunks = [[value.flatten()[c * n :][:n] for value in case.values] for c, n in enumerate(lengths)]
-
-        def told(rank: int, shards: list = shards, chunks: list = chunks) -> str:
-            held = chunk_told(shards[rank], rank, chunks)
-            return f"rank {rank} has {held}" if held else ""
-
-        require_close(
-            trial,
-            seen,
-            i,
+        trial.close(
             f"the shard of {case}",
-            shards,
+            [answer["returned"][: len(e)] for answer, e in zip(answers, expected, strict=True)],
             expected,
             alternatives=slips(case, lengths),
             help=help or "Rank r returns chunk r: which chunk is complete on this rank after n - 1 steps?",
-            contents=told,
+            terms={
+                f"rank {r}'s part": pieces(case, [value] * trial.num_ranks, lengths)
+                for r, value in enumerate(case.values)
+            },
         )
 
 

@@ -1,7 +1,6 @@
 """Who sent how much to whom: what a ring may do, and nothing else."""
 
 from collections.abc import Sequence
-from itertools import combinations
 from types import SimpleNamespace
 
 from grader.checks import COLLECTIVES, Event, Recording, Trial
@@ -45,33 +44,6 @@ def unwaited(recordings: Sequence[Recording], case: int | None = None) -> str:
                 f"{calls} return at once, and a handle that nobody waits for says nothing of its message"
             )
     return ""
-
-
-def shared_memory(recordings: Sequence[Recording], case: int | None = None) -> str:
-    """Which rank sends and receives in one place with no wait between the two, as a cause; "" for none."""
-    for r, recording in enumerate(recordings):
-        messages = [e for e in recording.events if case is None or e.after == f"{case}"]
-        for first, second in combinations([e for e in messages if e.kind in ("send", "recv")], 2):
-            order = (first.kind, second.kind)
-            if first.waits != second.waits or first.kind == second.kind or not _overlap(first, second):
-                continue
-            if order == ("send", "recv"):
-                told = (
-                    "receives into the tensor that it is sending",
-                    "written again before its message had left",
-                )
-            else:
-                told = (
-                    "sends the tensor into which it is receiving",
-                    "passed on before what comes was waited for",
-                )
-            return f"rank {r} {told[0]}: one buffer for all rounds, {told[1]}"
-    return ""
-
-
-def _overlap(one: Event, other: Event) -> bool:
-    lower, upper = sorted((one, other), key=lambda event: event.address)
-    return upper.address < lower.address + lower.num_bytes
 
 
 def require_waits(trial: Trial, seen: SimpleNamespace) -> None:

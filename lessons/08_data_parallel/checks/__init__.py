@@ -7,6 +7,7 @@ The checks of each exercise are in a file of their own. They run in the order in
 from . import sharding  # noqa: F401
 from . import broadcast  # noqa: F401
 from . import gradients  # noqa: F401
+from . import share_loss  # noqa: F401
 from . import wrapper  # noqa: F401  the first of three files on DataParallel
 from . import passes  # noqa: F401
 from . import buckets  # noqa: F401

@@ -12,6 +12,7 @@ from .models import (
     build,
     by_rank,
     seeds,
+    turn,
     weights,
 )
 
@@ -30,8 +31,11 @@ exercise(
 )
 
 
-def spread(rank: Any, seed: int) -> dict:
+def spread(rank: Any, seed: int, turned: bool = False) -> dict:
+    """Broadcast; with `turned`, some weights lie in memory in another order on all ranks but the first."""
     model = build(Mixed, seed).to(rank.device)
+    if turned and rank.rank > 0:
+        turn(model)
     objects = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     with rank.record() as recording:
         rank.submission.broadcast_parameters(model, rank.group)
@@ -51,15 +55,22 @@ def observe_broadcast(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(starts=starts, results=trial.run(spread, per_rank=[(s,) for s in numbers]))
 
 
+def observe_turned(trial: Trial) -> SimpleNamespace:
+    numbers = seeds(trial)
+    starts = [build(Mixed, number) for number in numbers]
+    return SimpleNamespace(starts=starts, results=trial.run(spread, per_rank=[(s, True) for s in numbers]))
+
+
 def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
     """Named parameters ("weights") or buffers are those that rank 0 started with."""
     seen = trial.once(observe_broadcast)
     own = [weights(m) if kind == "weights" else dict(m.named_buffers()) for m in seen.starts]
     for name in names:
         starts = [tensors[name] for tensors in own]
+        of = ": it belongs to a module inside, and model.buffers() finds it too" if "inside" in name else ""
         alternatives = {
-            "each rank still has what it started with": starts,
-            "it is what the rank started with": Fault(starts, on_some_ranks=True),
+            f"each rank still has what it started with{of}": starts,
+            f"it is what the rank started with{of}": Fault(starts, on_some_ranks=True),
             "the last rank's": starts[-1],
         }
         if starts[0].is_floating_point():
@@ -67,12 +78,19 @@ def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
             alternatives["the sum of all ranks' values"] = torch.stack(starts).sum(0)
         if trial.num_ranks == 1:
             alternatives = {}
+        for dtype in (torch.float32, torch.float64):
+            if not starts[0].is_floating_point():
+                told = str(dtype).removeprefix("torch.")
+                alternatives[f"it went through {told}, which does not hold such whole numbers"] = (
+                    starts[0].to(dtype).to(starts[0].dtype)
+                )
         trial.close(
             f"{name} after the broadcast",
             by_rank(seen.results, kind, name),
             starts[0],
             alternatives=alternatives,
-            help="Broadcast it from the group's rank 0, in place.",
+            rtol=0.0,
+            help="Broadcast it from the group's rank 0, in place, in its own dtype.",
         )
 
 
@@ -92,14 +110,40 @@ def frozen_parameters_are_those_of_rank_0(trial: Trial) -> None:
 
 @check("broadcast_parameters")
 def buffers_are_those_of_rank_0(trial: Trial) -> None:
-    """Buffers, such as a running mean or a count, are those of rank 0."""
+    """Buffers, such as a running mean, a count or a mask, are those of rank 0, bit for bit."""
     require_rank_0s(trial, "buffers", ["mean", "count"])
+
+
+@check("broadcast_parameters")
+def buffers_of_modules_inside_are_those_of_rank_0(trial: Trial) -> None:
+    """Buffers of modules inside modules are those of rank 0 too: whole numbers beyond 2^53, truth values."""
+    require_rank_0s(trial, "buffers", ["inside.0.drawn", "inside.0.kept", "inside.0.noise"])
 
 
 @check("broadcast_parameters")
 def non_persistent_buffers_are_those_of_rank_0(trial: Trial) -> None:
     """Buffers that state_dict() leaves out (persistent=False) are those of rank 0 too."""
     require_rank_0s(trial, "buffers", ["mask"])
+
+
+@check("broadcast_parameters", world_sizes=(2, 4), subgroup=False)
+def weights_may_lie_in_another_order(trial: Trial) -> None:
+    """A weight that lies in memory transposed on some ranks, and not on others, is rank 0's everywhere."""
+    seen = trial.once(observe_turned)
+    for name in ("left.weight", "right.weight"):
+        start = dict(seen.starts[0].named_parameters())[name]
+        trial.close(
+            f"{name}, transposed in memory on every rank but the first, after the broadcast",
+            by_rank(seen.results, "weights", name),
+            start.detach(),
+            alternatives={
+                "rank 0's memory, read in another order: a collective sends memory as it lies": [
+                    start if r == 0 else start.t() for r in range(trial.num_ranks)
+                ]
+            },
+            rtol=0.0,
+            help="Send tensor.contiguous(), and copy what has come back into the tensor.",
+        )
 
 
 @check("broadcast_parameters")

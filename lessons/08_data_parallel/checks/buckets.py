@@ -1,11 +1,13 @@
 """Checks of `DataParallel`'s buckets: how many there are, when they leave, who waits for them."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from grader.checks import Trial, check
+from grader.checks import CheckEnded, Event, Recording, Trial, check
 
 from .means import (
     require_bytes,
@@ -15,6 +17,7 @@ from .models import (
     build,
     chain,
     gradients,
+    tapering,
 )
 
 
@@ -52,12 +55,25 @@ def finish_waits_for_the_network(trial: Trial) -> None:
     for layers in (1, 2, 6):
         actual = [result["gradients"][layers] for result in seen.results]
         for name, expected in seen.expected.items():
-            trial.close(
-                f"the gradient of {name}",
-                [g[name] for g in actual],
-                expected,
-                help="Until work.wait() has returned, what async_op=True left behind is not the result.",
-            )
+            try:
+                trial.close(
+                    f"the gradient of {name}",
+                    [g[name] for g in actual],
+                    expected,
+                    help="Until work.wait() has returned, what async_op=True left behind is not the result.",
+                )
+            except CheckEnded as end:
+                end.cause = unwaited([result["recordings"][layers] for result in seen.results]) or end.cause
+                raise
+
+
+def unwaited(recordings: list[Recording]) -> str:
+    """Which rank asks for the end of fewer all-reduces than it starts, as a cause; "" for none."""
+    for r, recording in enumerate(recordings):
+        started, waits = recording.count("all_reduce"), recording.waits()
+        if waits < started:
+            return f"rank {r} starts {started} all-reduces and waits for {waits} of them"
+    return ""
 
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
@@ -88,15 +104,48 @@ def first_bucket_leaves_before_backward_ends(trial: Trial) -> None:
     """The first all-reduce starts while backward is still computing."""
     for r, result in enumerate(trial.once(observe_buckets).results):
         recording = result["recordings"][1]
-        sent = [event.index for event in recording.select("all_reduce")]
-        trial.require(
-            bool(sent) and sent[0] < recording.last_compute(),
+        sent = recording.select("all_reduce")
+        if sent and sent[0].index < recording.last_compute():
+            continue
+        cause, help = why_late(trial, sent)
+        trial.wrong(
             "no gradient was sent before the last matrix product of backward: the network idles, then the "
             "processor",
-            help="Send from the hooks, as soon as a bucket is full, not in "
-            "finish_gradient_synchronization().",
+            cause=cause,
+            help=help,
             rank=r,
         )
+
+
+def fill_by_one(rank: Any) -> dict:
+    """One backward with a bucket for each layer; the layers differ in size."""
+    model = build(tapering, 1).to(rank.device)
+    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
+    with rank.record() as recording:
+        wrapped(torch.ones(2, 16, device=rank.device)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+    return {"recording": recording}
+
+
+def observe_order(trial: Trial) -> list[int]:
+    """The bytes of rank 0's all-reduces, in order."""
+    return [e.num_bytes for e in trial.run(fill_by_one)[0]["recording"].select("all_reduce")]
+
+
+def why_late(trial: Trial, sent: list[Event]) -> tuple[str, str]:
+    """Why nothing leaves during backward, and what to do about it."""
+    if sent and sent[0].after != "backward":
+        return (
+            "it sends in finish_gradient_synchronization()",
+            "Send from the hooks, as soon as a bucket is full.",
+        )
+    with suppress(CheckEnded):
+        if trial.once(observe_order) == [4 * p.numel() for p in build(tapering, 1).parameters()]:
+            return (
+                "the first bucket holds the first layer, whose gradient comes last: all buckets wait for it",
+                "Fill the buckets from the last parameter to the first: backward meets them in this order.",
+            )
+    return "", "Send from the hooks, as soon as a bucket is full, the one of the last layers first."
 
 
 def run_ahead(rank: Any, x: Tensor) -> dict:

@@ -3,23 +3,28 @@
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import Trial, check, exercise
+from grader.checks import CheckEnded, Trial, check, exercise, is_close
 
 from .means import (
     BOTH,
+    NOTHING_AVERAGED,
     draw_passes,
     expected_gradients,
     require_bytes,
     require_mean,
+    sizes_of,
 )
 from .models import (
     Mixed,
     build,
     by_rank,
     gradients,
+    seeds,
+    turn,
     weights,
 )
 
@@ -39,21 +44,40 @@ exercise(
 
 
 def average(
-    rank: Any, seed: int, double: bool, tokens: Tensor, targets: Tensor, order: tuple[str, ...]
+    rank: Any,
+    double: bool,
+    turned: bool,
+    seed: int,
+    tokens: Tensor,
+    targets: Tensor,
+    order: tuple[str, ...],
 ) -> dict:
+    """Backward on this rank's data, then the mean; with `turned`, another order in memory on later ranks."""
     model = build(Mixed, seed).to(rank.device)
     model = model.double() if double else model
+    if turned and rank.rank > 0:
+        turn(model)
     F.cross_entropy(model(tokens, order), targets).backward()
     with rank.record() as recording:
         rank.submission.all_reduce_gradients(model, rank.group)
     return {"gradients": gradients(model), "weights": weights(model), "recording": recording}
 
 
-def observe_average(trial: Trial, order: list[tuple[str, ...]], double: bool = False) -> SimpleNamespace:
-    seed, passes = trial.seed(), draw_passes(trial, order)
-    results = trial.run(average, seed, double, per_rank=passes[0])
-    expected, own = expected_gradients(seed, passes)
-    return SimpleNamespace(results=results, expected=expected, own=own, start=weights(build(Mixed, seed)))
+def observe_average(
+    trial: Trial,
+    order: list[tuple[str, ...]],
+    double: bool = False,
+    turned: bool = False,
+    numbers: list[int] | None = None,
+) -> SimpleNamespace:
+    """All ranks start with the same weights, or with those of their own seeds."""
+    numbers = numbers or [trial.seed()] * trial.num_ranks
+    passes = draw_passes(trial, order)
+    per_rank = [(number, *batch) for number, batch in zip(numbers, passes[0], strict=True)]
+    results = trial.run(average, double, turned, per_rank=per_rank)
+    expected, own = expected_gradients(numbers, passes)
+    starts = [weights(build(Mixed, number)) for number in numbers]
+    return SimpleNamespace(results=results, expected=expected, own=own, starts=starts, sizes=sizes_of(passes))
 
 
 def observe_all_used(trial: Trial) -> SimpleNamespace:
@@ -68,12 +92,36 @@ def observe_double(trial: Trial) -> SimpleNamespace:
     return observe_average(trial, [("left",), BOTH], double=True)
 
 
+def observe_turned(trial: Trial) -> SimpleNamespace:
+    return observe_average(trial, [BOTH], turned=True)
+
+
+def observe_different_weights(trial: Trial) -> SimpleNamespace:
+    return observe_average(trial, [BOTH], numbers=seeds(trial))
+
+
+def weights_were_averaged(trial: Trial) -> bool:
+    """Whether ranks whose weights differ have the mean of these afterwards."""
+    try:
+        seen = trial.once(observe_different_weights)
+    except CheckEnded:
+        return False
+    mean = torch.stack([start["left.weight"] for start in seen.starts]).mean(0)
+    return all(is_close(result["weights"]["left.weight"], mean) for result in seen.results)
+
+
 @check("all_reduce_gradients")
 def gradients_are_the_mean_over_ranks(trial: Trial) -> None:
     """After the call every rank has the mean of all ranks' gradients."""
-    require_mean(
-        trial, trial.once(observe_all_used), help="All-reduce the sum, divide by group.size(), once."
-    )
+    try:
+        require_mean(
+            trial, trial.once(observe_all_used), help="All-reduce the sum, divide by group.size(), once."
+        )
+    except CheckEnded as end:
+        if end.cause == NOTHING_AVERAGED and weights_were_averaged(trial):
+            end.cause = "what is averaged are the weights, not the gradients"
+            end.help = "The gradient is parameter.grad; the parameter itself is the weight."
+        raise
 
 
 @check("all_reduce_gradients")
@@ -101,16 +149,25 @@ def frozen_parameters_keep_none(trial: Trial) -> None:
 
 @check("all_reduce_gradients")
 def weights_are_left_alone(trial: Trial) -> None:
-    """Gradients are averaged, weights are not touched."""
-    seen = trial.once(observe_all_used)
-    for name, start in seen.start.items():
-        trial.close(
-            f"the weight {name}",
-            by_rank(seen.results, "weights", name),
-            start,
-            rtol=0.0,
-            help="It is parameter.grad that travels, not the parameter.",
-        )
+    """Gradients are averaged, weights are not touched, also where the ranks' weights differ."""
+    seen = trial.once(observe_different_weights)
+    for name in seen.starts[0]:
+        what, help = f"the weight {name}", "It is parameter.grad that travels, not the parameter."
+        starts, now = [start[name] for start in seen.starts], by_rank(seen.results, "weights", name)
+        alternatives = {"the mean of all ranks' weights": torch.stack(starts).mean(0)}
+        trial.close(what, now, starts, alternatives=alternatives, help=help)
+        trial.close(what, now, starts, rtol=0.0, help=help)
+
+
+@check("all_reduce_gradients", world_sizes=(2, 4), subgroup=False)
+def gradients_may_lie_in_another_order(trial: Trial) -> None:
+    """Gradients that lie in memory transposed on some ranks, and not on others, are averaged by element."""
+    seen = trial.once(observe_turned)
+    require_mean(
+        trial,
+        seen,
+        help="A collective sends memory as it lies: reduce gradient.contiguous(), and put the result back.",
+    )
 
 
 @check("all_reduce_gradients")
@@ -123,6 +180,6 @@ def gradients_keep_the_models_dtype(trial: Trial) -> None:
 def every_gradient_is_sent_once(trial: Trial) -> None:
     """What is reduced is one copy of the gradients: a tied weight's once, and frozen weights' not at all."""
     seen = trial.once(observe_all_used)
-    size = sum(weight.numel() * 4 for name, weight in seen.start.items() if name != "frozen.weight")
+    size = sum(weight.numel() * 4 for name, weight in seen.starts[0].items() if name != "frozen.weight")
     for r, result in enumerate(seen.results):
         require_bytes(trial, r, result["recording"], size)

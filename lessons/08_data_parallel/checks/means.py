@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import Trial
+from grader.checks import Trial, is_close
 
 from .models import (
     VOCAB,
@@ -19,13 +19,17 @@ from .models import (
 BOTH = ("left", "right")
 
 
+TIED = ("embed.weight", "transformer.wte.weight")
+"""What has two names in the models of the checks."""
+
+
 def expected_gradients(
-    seed: int, passes: list[list[tuple[Tensor, Tensor, tuple]]]
+    seed: int | list[int], passes: list[list[tuple[Tensor, Tensor, tuple]]]
 ) -> tuple[dict, list[dict]]:
     """The mean over ranks and each rank's own; `passes` has a list of (tokens, targets, order) by rank."""
     own = []
     for rank in range(len(passes[0])):
-        model = build(Mixed, seed).double()
+        model = build(Mixed, seed[rank] if isinstance(seed, list) else seed).double()
         for batches in passes:
             tokens, targets, order = batches[rank]
             F.cross_entropy(model(tokens, order), targets).backward()
@@ -36,45 +40,89 @@ def expected_gradients(
 
 
 def draw_passes(trial: Trial, *orders: list[tuple[str, ...]]) -> list[list[tuple]]:
-    """For each pass, and each rank, tokens, targets and the order in which the branches are used."""
+    """For each pass, and each rank, tokens, targets and the order in which the branches are used.
+
+    Rank r has 4 + r tokens: the mean over ranks is a plain one all the same.
+    """
     return [
         [
-            (trial.tokens(VOCAB, 5), trial.tokens(VOCAB, 5), order[r % len(order)])
+            (trial.tokens(VOCAB, 4 + r), trial.tokens(VOCAB, 4 + r), order[r % len(order)])
             for r in range(trial.num_ranks)
         ]
         for order in orders
     ]
 
 
-def alternatives_to_the_mean(own: list[Tensor], mean: Tensor) -> dict[str, Any]:
-    """What other rules make of the ranks' own gradients."""
+def alternatives_to_the_mean(own: list[Tensor], mean: Tensor, sizes: list[int]) -> dict[str, Any]:
+    """What other rules make of the ranks' own gradients; `sizes` are the ranks' numbers of targets."""
     n, total, having = len(own), torch.stack(own).sum(0), sum(bool(g.any()) for g in own)
+    if n == 1:
+        return {}
     some = {"the mean over those ranks that had a gradient": total / having} if 0 < having < n else {}
+    weighed = sum(g * size for g, size in zip(own, sizes, strict=True)) / sum(sizes)
     return {
         **some,
         "the mean on rank 0, the sum on the others": [mean, *[total] * (n - 1)],
         "the sum over ranks: divide by the number of ranks": total,
-        "each rank has only its own gradient: nothing was averaged": own,
+        NOTHING_AVERAGED: own,
         "the mean, divided by the number of ranks once more": mean / n,
         "the gradient of rank 0": own[0],
+        "a mean in which a rank counts by its share: it should be plain, share_loss weighs the loss": weighed,
     }
 
 
+NOTHING_AVERAGED = "each rank has only its own gradient: nothing was averaged"
+TIE = "the mean, of the tied weight alone: it has two names, and was sent and put back under both"
+
+
 def require_mean(trial: Trial, seen: SimpleNamespace, names: list[str] | None = None, help: str = "") -> None:
-    """The gradients on every rank are the mean over ranks."""
-    for name in names or [n for n in seen.expected if n != "frozen.weight"]:
-        own = [gradient[name] for gradient in seen.own]
-        alternatives = alternatives_to_the_mean(own, seen.expected[name]) if trial.num_ranks > 1 else {}
-        actual = by_rank(seen.results, "gradients", name)
-        if all(gradient is None for gradient in actual) and not any(gradient.any() for gradient in own):
-            continue  # no rank used it: there is nothing to average
-        for r, gradient in enumerate(actual):
+    """The gradients on every rank are the mean over ranks; a cause is one of all names that are wrong."""
+    names = names or [n for n in seen.expected if n != "frozen.weight"]
+    found = {name: by_rank(seen.results, "gradients", name) for name in names}
+    for name in names:
+        if all(gradient is None for gradient in found[name]) and not any(own[name].any() for own in seen.own):
+            del found[name]  # no rank used it: there is nothing to average
+            continue
+        for r, gradient in enumerate(found[name]):
             trial.require(
                 gradient is not None, f"rank {r} has no gradient of {name} (None)", help=help, rank=r
             )
-        trial.close(
-            f"the gradient of {name}", actual, seen.expected[name], alternatives=alternatives, help=help
-        )
+    wrong = {
+        name: [r for r, gradient in enumerate(found[name]) if not is_close(gradient, seen.expected[name])]
+        for name in found
+    }
+    wrong = {name: ranks for name, ranks in wrong.items() if ranks}
+    if not wrong:
+        return
+    known = {
+        name: alternatives_to_the_mean([own[name] for own in seen.own], seen.expected[name], seen.sizes)
+        for name in wrong
+    }
+    tied = wrong.keys() <= set(TIED)
+    if tied:
+        known = {name: {f"{k} times {TIE}": k * seen.expected[name] for k in range(2, 9)} for name in wrong}
+    common = set.intersection(*(set(known[name]) for name in wrong))
+    first = next(iter(wrong))
+    fitting = {
+        cause: value
+        for cause, value in known[first].items()
+        if cause in common and all(_fits(found[name], known[name][cause], wrong[name]) for name in wrong)
+    }
+    if tied and fitting:
+        help = "model.parameters() names a tied weight once; modules and state_dict() name it twice."
+    what = f"the gradient of {first}"
+    trial.close(what, found[first], seen.expected[first], alternatives=fitting, help=help)
+
+
+def _fits(actual: list[Tensor], value: Tensor | list[Tensor], ranks: list[int]) -> bool:
+    """Whether this is what these ranks have."""
+    values = [value] * len(actual) if isinstance(value, Tensor) else value
+    return all(is_close(actual[r], values[r]) for r in ranks)
+
+
+def sizes_of(passes: list[list[tuple]]) -> list[int]:
+    """The number of tokens of each rank, over all passes."""
+    return [sum(len(batches[r][0]) for batches in passes) for r in range(len(passes[0]))]
 
 
 def require_bytes(trial: Trial, rank: int, recording: Any, size: int, what: str = "the gradients") -> None:

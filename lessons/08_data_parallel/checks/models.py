@@ -1,5 +1,6 @@
 """The models that the checks train, built alike on the ranks and on the judge's side."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,22 @@ def chain() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(6)])
 
 
+def tapering() -> nn.Sequential:
+    """Layers whose gradients all differ in size: what travels tells whose it is."""
+    widths = (16, 24, 20, 12, 18)
+    return nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in pairwise(widths)])
+
+
+class Drawing(nn.Module):
+    """A module inside a module: how often it has drawn, which no float32 counts, and two masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("drawn", torch.randint(2**60, ()))
+        self.register_buffer("kept", torch.rand(9) > 0.5)
+        self.register_buffer("noise", torch.randn(4), persistent=False)
+
+
 class Mixed(nn.Module):
     """Everything awkward in one model: a tie, frozen weights, odd sizes, all kinds of buffers, branches."""
 
@@ -31,12 +48,24 @@ class Mixed(nn.Module):
         self.register_buffer("mean", torch.randn(3))
         self.register_buffer("count", torch.randint(1000, ()))
         self.register_buffer("mask", torch.randn(5), persistent=False)
+        self.inside = nn.Sequential(Drawing())
 
     def forward(self, tokens: Tensor, order: tuple[str, ...]) -> Tensor:
         x = self.embed(tokens)
         for name in order:
             x = getattr(self, name)(x).tanh()
         return self.head(self.frozen(x))
+
+
+class Skipping(nn.Module):
+    """A layer that a pass may leave out, and then no parameter is used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, used: bool) -> Tensor:
+        return self.layer(x) if used else x
 
 
 class Regression(nn.Module):
@@ -54,6 +83,12 @@ class Regression(nn.Module):
 def tiny_gpt() -> GPT:
     """A GPT of odd sizes."""
     return GPT(GPTConfig(block_size=8, vocab_size=23, n_layer=2, n_head=2, n_embd=12))
+
+
+def turn(model: Mixed) -> None:
+    """Have two weights lie in memory transposed; their values and shapes stay."""
+    for layer in (model.left, model.right):
+        layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
 def build(make: Any, seed: int) -> Any:

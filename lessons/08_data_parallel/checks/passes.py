@@ -1,9 +1,11 @@
 """Checks of `DataParallel` over passes that differ: unused layers, `no_sync()`, several backwards."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from grader.checks import Trial, check
@@ -14,39 +16,56 @@ from .means import (
     expected_gradients,
     require_bytes,
     require_mean,
+    sizes_of,
 )
 from .models import (
     Mixed,
+    Skipping,
     build,
     by_rank,
     gradients,
 )
 
 
-def passes(rank: Any, seed: int, quiet: list[bool], batches: list[tuple]) -> dict:
-    """Backward passes of the awkward model, one bucket a parameter; `quiet` passes are inside no_sync()."""
+class UnreadableError(Exception):
+    """A batch that can not be read."""
+
+
+INSIDE, LEAVING = "inside no_sync", "as no_sync ends"
+
+
+def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, batches: list[tuple]) -> dict:
+    """Backward passes of the awkward model, one bucket a parameter; `quiet` passes are inside no_sync().
+
+    With `broken`, an exception leaves it each time.
+    """
     model = build(Mixed, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
     with rank.record() as recording:
         for silent, (tokens, targets, order) in zip(quiet, batches, strict=True):
-            recording.mark("inside no_sync" if silent else "synchronised")
+            recording.mark(INSIDE if silent else "synchronised")
             if silent:
-                with wrapped.no_sync():
+                with suppress(UnreadableError), wrapped.no_sync():
                     F.cross_entropy(wrapped(tokens, order), targets).backward()
+                    recording.mark(LEAVING)
+                    if broken:
+                        raise UnreadableError
             else:
                 F.cross_entropy(wrapped(tokens, order), targets).backward()
                 wrapped.finish_gradient_synchronization()
     return {"gradients": gradients(model), "recording": recording}
 
 
-def observe_passes(trial: Trial, quiet: list[bool], *orders: list[tuple[str, ...]]) -> SimpleNamespace:
+def observe_passes(
+    trial: Trial, quiet: list[bool], *orders: list[tuple[str, ...]], broken: bool = False
+) -> SimpleNamespace:
     seed, drawn = trial.seed(), draw_passes(trial, *orders)
     results = trial.run(
-        passes, seed, quiet, per_rank=[([p[r] for p in drawn],) for r in range(trial.num_ranks)]
+        passes, seed, quiet, broken, per_rank=[([p[r] for p in drawn],) for r in range(trial.num_ranks)]
     )
     expected, own = expected_gradients(seed, drawn)
     last, _ = expected_gradients(seed, drawn[-1:])
-    return SimpleNamespace(results=results, expected=expected, own=own, last=last)
+    return SimpleNamespace(results=results, expected=expected, own=own, last=last, sizes=sizes_of(drawn))
 
 
 def observe_corners(trial: Trial) -> SimpleNamespace:
@@ -61,6 +80,10 @@ def observe_no_sync(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [True, True, False], [BOTH], [("left",), BOTH], [("right",)])
 
 
+def observe_exception(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [True, False], [BOTH], [BOTH], broken=True)
+
+
 def observe_two_passes(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False, False], [BOTH], [BOTH])
 
@@ -72,6 +95,39 @@ def ranks_may_use_different_layers(trial: Trial) -> None:
         trial,
         trial.once(observe_corners),
         help="finish_gradient_synchronization() sends the buckets that never became full.",
+    )
+
+
+def skip_all(rank: Any, seed: int, used: bool, x: Tensor) -> dict:
+    """One pass of a module of which this rank may use no parameter."""
+    model = build(Skipping, seed).to(rank.device)
+    wrapped = rank.submission.DataParallel(model, rank.group)
+    wrapped(x.requires_grad_(), used).square().sum().backward()
+    wrapped.finish_gradient_synchronization()
+    return {"gradients": gradients(model)}
+
+
+def observe_skipping(trial: Trial) -> SimpleNamespace:
+    """Rank 0 uses no parameter."""
+    seed, n = trial.seed(), trial.num_ranks
+    x = [trial.normal(4, 7) for _ in range(n)]
+    results = trial.run(skip_all, seed, per_rank=[(r > 0, x[r]) for r in range(n)])
+    own = []
+    for r in range(n):
+        model = build(Skipping, seed).double()
+        model(x[r].double().requires_grad_(), r > 0).square().sum().backward()
+        own.append({name: torch.zeros_like(p) if r == 0 else p.grad for name, p in model.named_parameters()})
+    expected = {name: torch.stack([g[name] for g in own]).mean(0) for name in own[0]}
+    return SimpleNamespace(results=results, own=own, expected=expected, sizes=[4] * n)
+
+
+@check("DataParallel", world_sizes=(2, 4), subgroup=False)
+def a_rank_may_use_no_parameter(trial: Trial) -> None:
+    """A rank whose backward reaches none of the parameters counts as zero, and nobody waits for it."""
+    require_mean(
+        trial,
+        trial.once(observe_skipping),
+        help="No hook fires there: what tells a rank that a pass is pending is its forward.",
     )
 
 
@@ -114,14 +170,21 @@ def order_of_hooks_does_not_matter(trial: Trial) -> None:
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
-    """Forward and backward inside no_sync() communicate nothing."""
+    """Forward and backward inside no_sync() communicate nothing, and neither does its end."""
     for r, result in enumerate(trial.once(observe_no_sync).results):
-        kinds = result["recording"].kinds(after="inside no_sync")
+        kinds, ending = (result["recording"].kinds(after=mark) for mark in (INSIDE, LEAVING))
         trial.require(
             not kinds,
             f"inside no_sync() there were {len(kinds)} communications: {kinds[:3]}",
             rank=r,
             help="The hooks fire during backward: it is they who must know that no_sync() is on.",
+        )
+        trial.require(
+            not ending,
+            f"as no_sync() ends there are {len(ending)} communications: {ending[:3]}",
+            cause="what has added up is sent where no_sync() ends, not by the next backward outside",
+            help="Its end switches sending on, and nothing more: the next micro-batch may be quiet too.",
+            rank=r,
         )
 
 
@@ -145,6 +208,23 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
                 "each rank's own sum: it was not reduced": own,
             },
             help="Send parameter.grad as it is then, with all that no_sync() added up.",
+        )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def an_exception_ends_no_sync(trial: Trial) -> None:
+    """After an exception has left no_sync(), the next backward reduces, with all that had added up."""
+    seen = trial.once(observe_exception)
+    for name in [n for n in seen.expected if n != "frozen.weight"]:
+        trial.close(
+            f"the gradient of {name} after an exception in no_sync() and a pass outside",
+            by_rank(seen.results, "gradients", name),
+            seen.expected[name],
+            alternatives={
+                "each rank's own sum: no_sync() is still on": [own[name] for own in seen.own],
+                "the last pass alone: what accumulated was dropped": seen.last[name],
+            },
+            help="try: yield, finally: what switches sending on again.",
         )
 
 

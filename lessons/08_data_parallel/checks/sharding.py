@@ -68,7 +68,10 @@ def run_cut(trial: Trial, batches: list[Tensor]) -> list[dict]:
     except CheckEnded as end:
         if end.verdict != Verdict.CRASHED:
             raise
-        end.message = f"with b = {len(batches[0])} on n = {trial.num_ranks} ranks: {end.message}"
+        b, n = len(batches[0]), trial.num_ranks
+        end.message = f"with b = {b} on n = {n} ranks: {end.message}"
+        if -(-b // -(-b // n)) < n:
+            end.help = f"Make {n} shares of any b: torch.chunk may make fewer, torch.tensor_split makes {n}."
         raise
 
 
@@ -89,7 +92,7 @@ def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
     trial.require(
         not missing,
         f"rows {missing} are on no rank: they were dropped. {told}",
-        help="All rows are used, whatever b is.",
+        help="Give the first b % n ranks one row more, as torch.tensor_split does.",
     )
     lengths = [len(share) for share in shares]
     trial.require(

@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check, exercise
+from grader.checks import CheckEnded, Trial, check, exercise, is_close
 
-from .means import (
-    require_mean,
-)
+from .means import NOTHING_AVERAGED, require_mean
 from .models import (
     build,
     by_rank,
@@ -38,24 +36,38 @@ exercise(
 )
 
 
-def step(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> dict:
-    """One backward of a tiny GPT whose ranks start with different weights."""
+def step(rank: Any, seed: int, drifted: bool, weight: float, tokens: Tensor, targets: Tensor) -> dict:
+    """One backward of a tiny GPT whose ranks start with different weights, the loss weighed by its share.
+
+    With `drifted`, the ranks' weights differ again when backward begins.
+    """
     model = build(tiny_gpt, seed).to(rank.device)
     model.register_buffer("mask", torch.full((3,), float(seed % 7919)), persistent=False)
+    model.transformer.drop.register_buffer("drawn", torch.tensor(2**40 + seed))
+    model.to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group)
-    start = {**weights(model), "mask": model.mask.clone()}
+    start = {**weights(model), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
     own = [id(p) for p in model.parameters()]
+    if drifted:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + rank.rank)
+    before = weights(model)
     with rank.record() as recording:
+        wrapped.finish_gradient_synchronization()
+        with torch.no_grad():
+            wrapped(tokens, targets)
         wrapped.finish_gradient_synchronization()
         recording.mark("step")
         _, loss = wrapped(tokens, targets)
-        loss.backward()
+        (weight * loss).backward()
         wrapped.finish_gradient_synchronization()
         first = gradients(model)
         recording.mark("finished again")
         wrapped.finish_gradient_synchronization()
     return {
         "start": start,
+        "before": before,
         "gradients": first,
         "again": gradients(model),
         "loss": loss.detach(),
@@ -65,18 +77,49 @@ def step(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> dict:
     }
 
 
-def observe_step(trial: Trial) -> SimpleNamespace:
+def observe_step(trial: Trial, drifted: bool = False) -> SimpleNamespace:
+    """Rank r has 1 + r % 2 of the rows: a loss that is weighed by them makes the plain mean the batch's."""
     numbers, n = seeds(trial), trial.num_ranks
-    data = [(trial.tokens(23, 2, 8), trial.tokens(23, 2, 8)) for _ in range(n)]
-    results = trial.run(step, per_rank=[(s, *d) for s, d in zip(numbers, data, strict=True)])
-    own = []
-    for tokens, targets in data:
+    sizes = [1 + r % 2 for r in range(n)]
+    data = [(trial.tokens(23, size, 8), trial.tokens(23, size, 8)) for size in sizes]
+    shares = [n * size / sum(sizes) for size in sizes]
+    results = trial.run(
+        step, per_rank=[(s, drifted, w, *d) for s, w, d in zip(numbers, shares, data, strict=True)]
+    )
+    own, losses = [], []
+    for weight, (tokens, targets) in zip(shares, data, strict=True):
         model = build(tiny_gpt, numbers[0]).double()
-        model(tokens, targets)[1].backward()
+        loss = model(tokens, targets)[1]
+        (weight * loss).backward()
         own.append(gradients(model))
+        losses.append(loss.detach())
     expected = {name: torch.stack([g[name] for g in own]).mean(0) for name in own[0]}
-    starts = [{**weights(build(tiny_gpt, s)), "mask": torch.full((3,), float(s % 7919))} for s in numbers]
-    return SimpleNamespace(results=results, own=own, expected=expected, starts=starts)
+    starts = [
+        {
+            **weights(build(tiny_gpt, s)),
+            "mask": torch.full((3,), float(s % 7919)),
+            "transformer.drop.drawn": torch.tensor(2**40 + s),
+        }
+        for s in numbers
+    ]
+    return SimpleNamespace(
+        results=results, own=own, expected=expected, starts=starts, sizes=sizes, losses=losses
+    )
+
+
+def observe_drifted(trial: Trial) -> SimpleNamespace:
+    return observe_step(trial, drifted=True)
+
+
+def weights_were_averaged(trial: Trial) -> bool:
+    """Whether weights that differ when backward begins are their mean over ranks after it."""
+    name = "transformer.h.0.attn.c_attn.weight"
+    try:
+        results = trial.once(observe_drifted).results
+    except CheckEnded:
+        return False
+    mean = torch.stack(by_rank(results, "before", name)).mean(0)
+    return all(is_close(weight, mean) for weight in by_rank(results, "weights", name))
 
 
 @check("DataParallel")
@@ -98,23 +141,42 @@ def ranks_start_with_the_weights_of_rank_0(trial: Trial) -> None:
 def gradient_is_that_of_the_whole_batch(trial: Trial) -> None:
     """After backward and finish_gradient_synchronization(), all ranks have the whole batch's gradient."""
     seen = trial.once(observe_step)
-    require_mean(
-        trial,
-        seen,
-        list(seen.expected),
-        "Average each gradient over the group, once, and put it back into .grad.",
+    try:
+        require_mean(
+            trial,
+            seen,
+            list(seen.expected),
+            "Average each gradient over the group, once, and put it back into .grad.",
+        )
+    except CheckEnded as end:
+        if end.cause == NOTHING_AVERAGED and weights_were_averaged(trial):
+            end.cause = "what is averaged are the weights, not the gradients"
+            end.help = "A hook is handed the parameter, which is the weight. Its gradient is parameter.grad."
+        raise
+
+
+@check("DataParallel")
+def forward_returns_what_the_module_returns(trial: Trial) -> None:
+    """What the wrapper returns is what the module returns, on each rank for its own rows."""
+    seen = trial.once(observe_step)
+    trial.close(
+        "the loss that the wrapper returns",
+        [result["loss"] for result in seen.results],
+        seen.losses,
+        help="return self.module(*args, **kwargs)",
     )
 
 
 @check("DataParallel")
 def weights_change_in_the_optimizer_only(trial: Trial) -> None:
-    """Synchronisation leaves the weights as they are; the wrapper trains the module's own parameters."""
-    seen = trial.once(observe_step)
+    """Synchronisation leaves the weights as they are, and it is the module's own that are trained."""
+    seen = trial.once(observe_drifted)
     for name in seen.expected:
+        before = by_rank(seen.results, "before", name)
         trial.close(
             f"the weight {name} after backward",
             by_rank(seen.results, "weights", name),
-            by_rank(seen.results, "start", name),
+            before,
             rtol=0.0,
             help="A hook is handed the parameter. What has to be averaged is parameter.grad.",
         )
@@ -129,10 +191,11 @@ def weights_change_in_the_optimizer_only(trial: Trial) -> None:
 
 @check("DataParallel")
 def finish_does_nothing_when_nothing_is_pending(trial: Trial) -> None:
-    """finish_gradient_synchronization() before any backward, or a second time, sends and changes nothing."""
+    """finish_gradient_synchronization() before any pass that needs it, or a second time, does nothing."""
     seen = trial.once(observe_step)
+    nothing = "before any pass, and after a forward under torch.no_grad()"
     for r, result in enumerate(seen.results):
-        for when, told in (("", "before any backward"), ("finished again", "a second time")):
+        for when, told in (("", nothing), ("finished again", "a second time")):
             trial.require(
                 result["recording"].count(after=when) == 0,
                 f"called {told}, finish_… communicates",

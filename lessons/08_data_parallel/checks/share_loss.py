@@ -1,0 +1,264 @@
+"""Checks of `share_loss`: ranks with other numbers of targets, and the gradient of the whole batch."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+exercise(
+    "share_loss",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "Write down the mean over all targets of all ranks. Which part of it has this rank, and by what is a "
+        "mean over n ranks divided?",
+        "A rank knows its own number of targets alone. What must all ranks add up before anyone can divide?",
+        "All-reduce a copy of the number: it is not yours to change. A rank that counts none takes part.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on every rank: how many targets each of them counts."""
+
+    counts: list[int]
+    as_tensor: bool = False
+    double: bool = False
+
+    def __str__(self) -> str:
+        kind = "a tensor" if self.as_tensor else "an int"
+        return f"{', '.join(map(str, self.counts))} counted targets by rank, num_counted {kind}"
+
+
+def weigh(rank: Any, start: Tensor, cases: list[dict]) -> list[dict]:
+    """Losses of a line through numbers, summed here; what share_loss makes of the sum; its backward."""
+    answers = []
+    for case in cases:
+        dtype = torch.float64 if case["double"] else torch.float32
+        weight = start.to(dtype, copy=True).requires_grad_()
+        loss_sum = (case["rows"].to(dtype) @ weight).square().sum()
+        count = len(case["rows"])
+        given = torch.tensor(count, device=rank.device) if case["as_tensor"] else count
+        with rank.record() as recording:
+            part = rank.submission.share_loss(loss_sum, given, rank.group)
+            recording.mark("backward")
+            watched = isinstance(part, Tensor) and part.requires_grad and part.numel() == 1
+            if watched:
+                part.backward()
+        answers.append(
+            {
+                "part": part.detach().clone() if isinstance(part, Tensor) else None,
+                "kind": type(part).__name__,
+                "watched": watched,
+                "gradient": weight.grad,
+                "count": int(given),
+                "recording": recording,
+            }
+        )
+    return answers
+
+
+def observe(trial: Trial, cases: list[Case]) -> SimpleNamespace:
+    """`answers[i][r]` is what rank r made of case i; the truth is of one process that has all rows."""
+    n, start = trial.num_ranks, trial.normal(3)
+    rows = [[trial.normal(count, 3) for count in case.counts] for case in cases]
+    per_rank = [
+        (
+            [
+                {"rows": mine[r], "as_tensor": case.as_tensor, "double": case.double}
+                for case, mine in zip(cases, rows, strict=True)
+            ],
+        )
+        for r in range(n)
+    ]
+    results = trial.run(weigh, start, per_rank=per_rank)
+    truths = [truth(start, mine) for mine in rows]
+    return SimpleNamespace(
+        cases=cases, answers=[[result[i] for result in results] for i in range(len(cases))], truths=truths
+    )
+
+
+def truth(start: Tensor, rows: list[Tensor]) -> SimpleNamespace:
+    """Each rank's summed loss and its gradient, and the gradient of the mean over all rows."""
+    sums, gradients = [], []
+    for mine in rows:
+        weight = start.double().requires_grad_()
+        loss = (mine.double() @ weight).square().sum()
+        loss.backward()
+        sums.append(loss.detach())
+        gradients.append(weight.grad)
+    total = sum(len(mine) for mine in rows)
+    return SimpleNamespace(sums=sums, gradients=gradients, mean=sum(gradients) / total, total=total)
+
+
+def unequal(trial: Trial) -> list[int]:
+    """Other numbers on every rank."""
+    first = trial.integer(3, 9)
+    return [first + r * trial.integer(2, 7) for r in range(trial.num_ranks)]
+
+
+def observe_unequal(trial: Trial) -> SimpleNamespace:
+    return observe(trial, [Case(unequal(trial)), Case(unequal(trial), as_tensor=True)])
+
+
+def observe_equal(trial: Trial) -> SimpleNamespace:
+    return observe(trial, [Case([trial.integer(3, 9)] * trial.num_ranks)])
+
+
+def observe_nothing_on_the_last(trial: Trial) -> SimpleNamespace:
+    return observe(trial, [Case([*(trial.integer(3, 9) for _ in range(trial.num_ranks - 1)), 0])])
+
+
+def observe_nothing_on_the_first(trial: Trial) -> SimpleNamespace:
+    return observe(
+        trial, [Case([0, *(trial.integer(3, 9) for _ in range(trial.num_ranks - 1))], as_tensor=True)]
+    )
+
+
+def observe_double(trial: Trial) -> SimpleNamespace:
+    return observe(trial, [Case(unequal(trial), as_tensor, double=True) for as_tensor in (False, True)])
+
+
+def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
+    """By what a rank's sum is multiplied where a known slip was made."""
+    counts, n, total = seen.cases[i].counts, len(seen.answers[i]), seen.truths[i].total
+    having = sum(count > 0 for count in counts)
+    known = {
+        "the plain mean over ranks divides by all of them, and here only those that count something do": [
+            having / total
+        ]
+        * n,
+        "this rank's own mean: the mean of the ranks' means, in which a rank with few targets counts as much "
+        "as one with many": [1 / count if count else float("nan") for count in counts],
+        "the sum over all counted targets of all ranks: the mean over ranks makes an n-th of it": [1 / total]
+        * n,
+        "the sum, not the mean: nothing is divided by the number of targets": [float(n)] * n,
+        "this rank's own sum": [1.0] * n,
+        "a rank that counts nothing is counted as one": [n / (total + n - having)] * n,
+    }
+    return known if n > 1 else {}
+
+
+def require_parts(trial: Trial, seen: SimpleNamespace, help: str = "") -> None:
+    """What is returned, by value and by gradient."""
+    for i, (case, answers, truth) in enumerate(zip(seen.cases, seen.answers, seen.truths, strict=True)):
+        n = trial.num_ranks
+        for r, answer in enumerate(answers):
+            trial.require(
+                answer["part"] is not None,
+                f"with {case} it returned {answer['kind']}, not a tensor",
+                help="Return loss_sum, weighed: a scalar.",
+                rank=r,
+            )
+        trial.close(
+            f"what it returned, with {case}",
+            [answer["part"] for answer in answers],
+            [loss * n / truth.total for loss in truth.sums],
+            alternatives={
+                **{
+                    told: [loss * factor for loss, factor in zip(truth.sums, factors, strict=True)]
+                    for told, factors in parts(seen, i).items()
+                },
+                "the mean over all targets, the same on every rank: the losses were summed, too": (
+                    sum(truth.sums) / truth.total
+                ),
+            },
+            help=help or "loss_sum · n / (the number of counted targets of all ranks).",
+        )
+        require_gradients(trial, case, answers, truth)
+
+
+def require_gradients(trial: Trial, case: Case, answers: list[dict], truth: SimpleNamespace) -> None:
+    """The mean over ranks of the gradients is the gradient of the mean over all targets."""
+    for r, answer in enumerate(answers):
+        trial.require(
+            answer["watched"],
+            f"with {case} what it returned has no graph: backward() would reach no weight",
+            help="Multiply loss_sum itself. detach(), item() and torch.tensor() leave its graph behind.",
+            rank=r,
+        )
+    trial.close(
+        f"the mean over ranks of the gradients, with {case}",
+        torch.stack([answer["gradient"] for answer in answers]).mean(0),
+        truth.mean,
+        help="Its gradient is that of loss_sum, times the same number.",
+    )
+
+
+@check("share_loss")
+def unequal_shares_are_one_mean(trial: Trial) -> None:
+    """Ranks with other numbers of targets: the mean over ranks is that over all targets, gradients too."""
+    require_parts(trial, trial.once(observe_unequal))
+
+
+@check("share_loss")
+def equal_shares_keep_their_means(trial: Trial) -> None:
+    """Where all ranks count as many targets, it is this rank's own mean."""
+    require_parts(trial, trial.once(observe_equal))
+
+
+@check("share_loss", world_sizes=(2, 4, 3))
+def a_rank_may_count_nothing(trial: Trial) -> None:
+    """A rank without counted targets takes part, and its loss is 0."""
+    for seen in (observe_nothing_on_the_last, observe_nothing_on_the_first):
+        require_parts(
+            trial,
+            trial.once(seen),
+            "Its sum is 0, and so is its part: nobody may leave before the all-reduce, or divide by 0.",
+        )
+
+
+@check("share_loss")
+def losses_keep_their_dtype(trial: Trial) -> None:
+    """A float64 loss is weighed in float64."""
+    seen = trial.once(observe_double)
+    for answers in seen.answers:
+        for r, answer in enumerate(answers):
+            dtype = getattr(answer["part"], "dtype", torch.float64)
+            told = f"a float64 loss became {dtype}"
+            trial.require(dtype == torch.float64, told, help="Weigh loss_sum itself.", rank=r)
+    require_parts(trial, seen)
+
+
+@check("share_loss")
+def the_given_number_is_unchanged(trial: Trial) -> None:
+    """The tensor num_counted holds this rank's number afterwards as well."""
+    seen = trial.once(observe_unequal)
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        for r, answer in enumerate(answers):
+            trial.require(
+                answer["count"] == case.counts[r],
+                f"num_counted was {case.counts[r]}, and is {answer['count']} after the call",
+                cause="the sum over ranks was written into it" if answer["count"] == sum(case.counts) else "",
+                help="all_reduce works in place: give it a copy. torch.as_tensor makes none of a tensor.",
+                rank=r,
+            )
+
+
+@check("share_loss")
+def one_number_travels(trial: Trial) -> None:
+    """What travels is the number of targets, once, and nothing in backward."""
+    seen = trial.once(observe_unequal)
+    for answers in seen.answers:
+        for r, answer in enumerate(answers):
+            recording = answer["recording"]
+            moved, later = recording.bytes(), recording.kinds(after="backward")
+            trial.require(
+                not later,
+                f"backward communicates: {later[:3]}",
+                help="The loss stays here: only the number of targets travels.",
+                rank=r,
+            )
+            most = 16 * trial.num_ranks  # a gather of all ranks' numbers is as good
+            trial.require(
+                moved <= most and recording.count() <= 1,
+                f"{moved} bytes in {recording.count()} communications, where one number is 8 bytes",
+                cause="the losses travel, too" if recording.count() > 1 else "",
+                help="One all-reduce of the number of targets.",
+                rank=r,
+            )
