@@ -11,17 +11,22 @@ FOLDERS = {
     "JUPYTER_CONFIG_DIR": paths.jupyter_config_dir,
     "JUPYTER_DATA_DIR": paths.jupyter_data_dir,
     "JUPYTER_RUNTIME_DIR": paths.jupyter_runtime_dir,
-    "IPYTHONDIR": lambda: os.environ.get("IPYTHONDIR", str(Path.home() / ".ipython")),
-    "MPLCONFIGDIR": lambda: os.environ.get("MPLCONFIGDIR", str(Path.home() / ".config" / "matplotlib")),
+    "IPYTHONDIR": lambda: os.environ.get("IPYTHONDIR", "~/.ipython"),
+    "MPLCONFIGDIR": lambda: os.environ.get("MPLCONFIGDIR", "~/.config/matplotlib"),
 }
 """Where Jupyter and what runs in it keep their own things, and how each finds the place."""
 
 
 def main() -> None:
     """Become JupyterLab."""
-    if stuck := [name for name, folder in FOLDERS.items() if not can_write(Path(folder()))]:
+    home = Path(os.path.expanduser("~"))
+    if not home.is_absolute():  # a user whom the system does not know, as containers may start one
+        home = Path(tempfile.mkdtemp(prefix="scale-by-hand-jupyter-"))
+        os.environ["HOME"] = str(home)
+        print(f"This user has no home: Jupyter keeps its settings in {home}", file=sys.stderr)
+    if stuck := [name for name, folder in FOLDERS.items() if not can_write(Path(folder()).expanduser())]:
         instead = Path(tempfile.mkdtemp(prefix="scale-by-hand-jupyter-"))
-        print(f"{Path.home()} can not be written: Jupyter keeps its settings in {instead}", file=sys.stderr)
+        print(f"{home} can not be written: Jupyter keeps its settings in {instead}", file=sys.stderr)
         os.environ.update({name: str(instead / name.lower()) for name in stuck})
     command = [sys.executable, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/lessons"]
     if os.getuid() == 0:  # Jupyter refuses to run as root, which is who you are on most pods

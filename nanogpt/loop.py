@@ -123,9 +123,7 @@ class Trainer:
                 if last or self.step % self.config.eval_interval == 0:
                     self._validate(report)
                 if last or self.step % self.config.checkpoint_interval == 0:
-                    self._save()
-                if report is not None:
-                    report.restart_clock()
+                    self._save(report)
         finally:
             if report is not None:
                 report.close()
@@ -181,7 +179,7 @@ class Trainer:
         if report is not None:
             report.validation(self.step, loss)
 
-    def _save(self) -> None:
+    def _save(self, report: "Report | None") -> None:
         checkpoint.save(
             self.run_dir,
             self.step,
@@ -190,6 +188,8 @@ class Trainer:
             rank=self.place.rank,
             barrier=self.place.barrier,
         )
+        if report is not None:
+            report.restart_clock()
 
 
 class Microbatches(nn.Module):
@@ -244,7 +244,10 @@ class Report:
         self.started = time.perf_counter()
 
     def step(self, step: int, loss: float, norm: float, rate: float) -> None:
-        speed = self.tokens_per_step / (time.perf_counter() - self.started)
+        """Of a step that ends now: what it takes to say so is part of the next one."""
+        now = time.perf_counter()
+        speed = self.tokens_per_step / (now - self.started)
+        self.started = now
         mfu = speed * self.mfu_per_token_per_second
         self.metrics.write(
             step=step, loss=loss, gradient_norm=norm, learning_rate=rate, tokens_per_second=speed, mfu=mfu
@@ -254,6 +257,7 @@ class Report:
     def validation(self, step: int, loss: float) -> None:
         self.metrics.write(step=step, validation_loss=loss)
         self.bar.say(f"step {step}: validation loss {loss:.4f}")
+        self.restart_clock()
 
     def close(self) -> None:
         self.bar.close()

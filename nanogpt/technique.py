@@ -7,7 +7,8 @@ dictionary of its module:
     CHECKPOINT = {"every": BlocksCheckpointing}             a Checkpointing: --checkpoint
     ACCUMULATE = {"accumulate": MicrobatchAccumulation}     an Accumulation: --accumulate
 
-`find_technique` looks for those dictionaries at run time, so that this package imports no technique.
+They stand in the module of the technique, or beside it: those of `fsdp` in `fsdp_training`. `find_technique`
+looks for them at run time, so that this package imports no technique.
 """
 
 import importlib
@@ -24,6 +25,8 @@ Implementation = ModuleType | SimpleNamespace
 
 OPTIONS = {"PARALLEL": "--parallel", "CHECKPOINT": "--checkpoint", "ACCUMULATE": "--accumulate"}
 """Name of a dictionary of techniques → the option that asks for one."""
+BESIDE = "_training"
+"""Ends the name of a module that holds the adapters of the one without it."""
 
 
 class Technique:
@@ -62,15 +65,14 @@ class Accumulation(Technique):
             inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches), strict=True
         )
         for rows, goals in parts:
-            _, loss = module(rows, goals)
-            loss = loss / num_microbatches
+            loss = module(rows, goals)[1] / num_microbatches  # the logits end here: backward needs them not
             loss.backward()
             total += loss.detach()
         return total
 
 
 def find_technique(table: str, name: str, package: str = "solutions") -> tuple[type, ModuleType]:
-    """The adapter called `name` in a dictionary `table` of one of the package's modules, and that module.
+    """The adapter called `name` in a dictionary `table` of one of the package's modules, and its technique's.
 
     Modules are imported one by one, the one of that name first, and only until it is found.
 
@@ -88,7 +90,7 @@ def find_technique(table: str, name: str, package: str = "solutions") -> tuple[t
             continue
         adapters = getattr(module, table, {})
         if name in adapters:
-            return adapters[name], module
+            return adapters[name], importlib.import_module(module.__name__.removesuffix(BESIDE))
         known += adapters
     listed = ", ".join(sorted(set(known))) or "none"
     failed = f"; these could not be imported: {', '.join(broken)}" if broken else ""
@@ -98,7 +100,7 @@ def find_technique(table: str, name: str, package: str = "solutions") -> tuple[t
 
 
 def _modules(package: str, first: str, option: str) -> list[str]:
-    """Names of the package's modules, sorted, `first` before the others."""
+    """Names of the package's modules, sorted, `first` and the one beside it before the others."""
     try:
         found = importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -107,4 +109,4 @@ def _modules(package: str, first: str, option: str) -> list[str]:
             "run from the repository's root, or install it with pip install -e ."
         ) from None
     names = [module.name for module in pkgutil.iter_modules(found.__path__)]
-    return sorted(names, key=lambda each: (each != first, each))
+    return sorted(names, key=lambda each: (each.removesuffix(BESIDE) != first, each))

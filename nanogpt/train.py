@@ -27,6 +27,7 @@ from nanogpt.cores import keep_to_quota
 from nanogpt.data import Tokens, load_tokens
 from nanogpt.implementation import load_implementation, require
 from nanogpt.loop import Place, Techniques, Trainer
+from nanogpt.memory import keep_freed_memory
 from nanogpt.technique import Implementation, Technique, find_technique
 from nanogpt.turns import take_whole_turns
 
@@ -235,4 +236,5 @@ def _run_folder(config: TrainConfig, place: Place, store: dist.Store | None) -> 
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # of the whole process, so not for somebody else who calls main
     sys.exit(main())

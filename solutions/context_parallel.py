@@ -371,8 +371,3 @@ def next_token_loss(logits: Tensor, tokens: Tensor, group: ProcessGroup) -> Tens
     part = total / sums[1]
     return sums[0] / sums[1] + (part - part.detach())  # the whole mean; this rank's part of the gradient
     # end of answer
-
-
-# --- training ---
-
-from solutions.context_parallel_training import PARALLEL as PARALLEL  # noqa: E402

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from nanogpt.model import GPT, FusedAttention, GPTConfig
 from nanogpt.parallel import Parallel
 from nanogpt.technique import Checkpointing
+from solutions.context_parallel import context_parallelize
 
 
 def parallelize_with_torch(model: GPT, group: ProcessGroup) -> GPT:
@@ -23,8 +24,6 @@ def parallelize_with_torch(model: GPT, group: ProcessGroup) -> GPT:
     those of this lesson. It has kernels for CUDA alone.
     """
     from torch.distributed.tensor.experimental import _attention as experimental
-
-    from solutions.context_parallel import context_parallelize
 
     model = context_parallelize(model, group)
     mesh = DeviceMesh.from_group(group, model.lm_head.weight.device.type)

@@ -537,8 +537,3 @@ def clipped_step(
     optimizer.step()
     return norm
     # end of answer
-
-
-# --- training ---
-
-from solutions.fsdp_training import PARALLEL as PARALLEL  # noqa: E402

@@ -390,8 +390,3 @@ class AdaptedRowLinear(nn.Module):
         y = reduce_scatter_sequence(F.linear(x, self.weight), self.group)
         low = reduce_scatter_sequence(F.linear(x, self.down), self.group)  # (b, s/n, r)
         return y + F.linear(low, self.up) + self.bias
-
-
-# --- training ---
-
-from solutions.sequence_parallel_training import PARALLEL as PARALLEL  # noqa: E402

@@ -104,6 +104,9 @@ class SequenceParallelTraining(TensorParallelTraining):
         """DTensors know how they are cut; their norm is that of the whole."""
         if self.implementation is not None:
             return super().clip_gradients(module, max_norm)
+        for parameter in module.parameters():
+            if isinstance(parameter.grad, DTensor):  # torch 2.11 scales a sum not yet taken as if it were
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         norm = clip_gradients(module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

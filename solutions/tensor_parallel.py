@@ -465,8 +465,3 @@ class MultiQueryAttention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.project(y.transpose(1, 2).flatten(2))
         # end of answer
-
-
-# --- training ---
-
-from solutions.tensor_parallel_training import PARALLEL as PARALLEL  # noqa: E402

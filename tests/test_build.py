@@ -244,6 +244,17 @@ def test_how_long_an_answer_is_is_counted_with_its_helpers(tmp_path: Path) -> No
     assert 'raise NotImplementedError("about 4 lines; and about 25 lines of helpers: parts")' in stub
 
 
+def test_a_long_announcement_takes_several_lines(tmp_path: Path) -> None:
+    note = " ".join(["a long and winding description"] * 5)
+    text = f"def f():\n    # answer: {note}\n    return 1\n    # end of answer\n"
+    stub = read_from(tmp_path, text)["f"].stub
+    assert max(map(len, stub.splitlines())) <= 110
+    namespace: dict = {}
+    exec(stub, namespace)
+    with pytest.raises(NotImplementedError, match=f"^about 1 line: {note}$"):
+        namespace["f"]()
+
+
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [

@@ -4,6 +4,7 @@ import ast
 import http.server
 import importlib
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -296,24 +297,49 @@ def test_make_grade_ends_in_an_error_only_for_the_machines_trouble(
     assert ("Error 2" in done.stderr) == (ends == 2)
 
 
-def test_jupyter_keeps_its_things_elsewhere_where_home_can_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    became: list[list[str]] = []
-    (tmp_path / "home").write_text("a file, below which nobody can make a folder")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+@pytest.fixture
+def became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What `make lab` becomes, where nothing but a folder for temporary files is to be had."""
+    commands: list[list[str]] = []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in (*lab.FOLDERS, "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
+    for name in (*lab.FOLDERS, "HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, "to be taken back")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(os, "execv", lambda program, command: became.append(command))
+    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
     monkeypatch.setattr(sys, "argv", ["lab", "--no-browser"])
+    return commands
+
+
+def test_jupyter_keeps_its_things_elsewhere_where_home_can_not_be_written(
+    tmp_path: Path,
+    became: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "home").write_text("a file, below which nobody can make a folder")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     lab.main()
     assert became[0][1:3] == ["-m", "jupyterlab"] and became[0][-1] == "--no-browser"
-    assert "can not be written: Jupyter keeps its settings in" in capfd.readouterr().err
+    assert "home can not be written: Jupyter keeps its settings in" in capfd.readouterr().err
     for name in lab.FOLDERS:
-        assert Path(os.environ[name]).is_relative_to(tmp_path) and lab.can_write(Path(os.environ[name]))
+        folder = Path(os.environ[name])
+        assert folder.is_relative_to(tmp_path) and lab.can_write(folder)
+
+
+def test_jupyter_opens_for_a_user_whom_the_system_does_not_know(
+    tmp_path: Path,
+    became: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    lab.main()
+    assert became and "This user has no home" in capfd.readouterr().err
+    for folder in lab.FOLDERS.values():
+        assert Path(folder()).expanduser().is_relative_to(tmp_path)
 
 
 def test_the_floor_is_the_oldest_torch_that_the_course_allows_and_what_colab_has() -> None:

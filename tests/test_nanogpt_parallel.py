@@ -49,6 +49,14 @@ def test_found_by_name_and_no_more_imported_than_needed(package: str) -> None:
     assert find_technique("PARALLEL", "split", package)[0].exercises == ("Split",)
 
 
+def test_an_adapter_in_a_file_of_its_own_belongs_to_the_technique_beside_it(
+    package: str, tmp_path: Path
+) -> None:
+    (tmp_path / package / "beside.py").write_text("")
+    (tmp_path / package / "beside_training.py").write_text(TECHNIQUES.format(name="apart", exercise=""))
+    assert find_technique("PARALLEL", "apart", package)[1].__name__ == f"{package}.beside"
+
+
 def test_unknown_name_lists_the_known_and_the_broken(package: str) -> None:
     with pytest.raises(ValueError, match=r"known are: other, split; .*zz_broken \(ModuleNotFoundError"):
         find_technique("PARALLEL", "nope", package)

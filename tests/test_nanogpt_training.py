@@ -2,10 +2,13 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import textwrap
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from nanogpt.metrics import MetricsFile, flops_per_token, read_metrics
 from nanogpt.model import GPT, Dropout, GPTConfig
 from nanogpt.optimizer import adamw, clip_gradients, learning_rate
 from nanogpt.parallel import Parallel
+from nanogpt.technique import Accumulation
 from nanogpt.train import main
 
 SMALL: dict[str, Any] = {
@@ -102,6 +106,44 @@ def test_decay_groups_are_nanogpts() -> None:
 
 def test_nothing_to_clip_is_a_norm_of_zero() -> None:
     assert clip_gradients(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=4)).parameters(), 1.0) == 0.0
+
+
+def test_the_norm_of_a_long_gradient_is_exact() -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.empty(4096, 1024))
+    parameter.grad = torch.randn_like(parameter)
+    exact = parameter.grad.double().norm().item()
+    assert clip_gradients([parameter], 1.0).item() == pytest.approx(exact, rel=1e-6)
+    assert parameter.grad.double().norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_no_logits_are_kept_for_backward() -> None:
+    """The loss needs its own copy of them, normalised; a second one is 4·b·s·v bytes for nothing."""
+    model, seen, alive = GPT(GPTConfig(8, 64, 1, 2, 16)), [], []
+
+    class Watching(nn.Module):
+        def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            logits, loss = model(idx, targets)
+            seen.append(weakref.ref(logits))
+            loss.register_hook(lambda _: alive.append(seen[-1]() is not None))
+            return logits, loss
+
+    idx = torch.zeros(4, 8, dtype=torch.long)
+    Accumulation().accumulate(Watching(), idx, idx, 2)
+    assert alive == [False, False]
+
+
+def test_the_time_of_a_step_includes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = MetricsFile.write
+
+    def slow(self: MetricsFile, **record: Any) -> None:
+        real(self, **record)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(MetricsFile, "write", slow)
+    trainer(tmp_path, max_steps=3).run()
+    speeds = [r["tokens_per_second"] for r in read_metrics(tmp_path / "metrics.jsonl") if "loss" in r]
+    assert all(4 * 8 / speed > 0.05 for speed in speeds[1:])
 
 
 def test_one_step_is_adamw_on_the_clipped_gradient_of_the_batch(tmp_path: Path) -> None:
@@ -334,3 +376,34 @@ def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--accumulate" in text
     assert "Optimizer steps of the whole run" in text
     assert json.dumps(TrainConfig().to_json())
+
+
+FAULTS = """
+    import resource
+    import torch
+    from nanogpt.memory import keep_freed_memory
+
+    def faults():  # pages that the system had to fill for three tensors of 16 MiB, ten times
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            [torch.ones(1 << 22) for _ in range(3)]
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first = faults()
+    keep_freed_memory()
+    faults()
+    print(first, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how memory is kept is asked of glibc")
+def test_freed_memory_is_taken_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAULTS)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    by_default, kept = map(int, done.stdout.split())
+    assert kept * 50 < by_default, f"{kept} pages are filled again, {by_default} by default"

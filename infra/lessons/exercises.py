@@ -20,6 +20,9 @@ CLOSES = re.compile(r"^(\s*)# end of answer\s*$")
 RULE = re.compile(r"^# ?-{3,}")
 TRAINING = re.compile(r"^# ?-{3,} training\b")
 
+LINE = 110
+"""The longest line of a notebook, in characters."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -157,9 +160,8 @@ def render(lines: list[str], span: tuple[int, int], blocks: list[Block], *, solv
         block = starts.get(number)
         if block and not solved:
             if block.in_function:
-                hint = json.dumps(announcement(lines, block, helpers), ensure_ascii=False)
+                shown += _unwritten(announcement(lines, block, helpers), block.indent)
                 helpers = []  # told once, where the learner begins
-                shown.append(f"{block.indent}raise NotImplementedError({hint})")
             number = block.end
             while not block.in_function and number < span[1] and not lines[number].strip():
                 number += 1  # helpers go without a trace: the blank lines before them are enough
@@ -167,6 +169,16 @@ def render(lines: list[str], span: tuple[int, int], blocks: list[Block], *, solv
             shown.append(line.rstrip())
         number += 1
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(shown).strip("\n"))
+
+
+def _unwritten(text: str, indent: str) -> list[str]:
+    """What stands where the learner writes: an exception with a text, on several lines if it is long."""
+    whole = f"{indent}raise NotImplementedError({json.dumps(text, ensure_ascii=False)})"
+    if len(whole) <= LINE:
+        return [whole]
+    pieces = textwrap.wrap(text, LINE - len(indent) - 8, drop_whitespace=False)
+    strings = [f"{indent}    {json.dumps(piece, ensure_ascii=False)}" for piece in pieces]
+    return [f"{indent}raise NotImplementedError(", *strings, f"{indent})"]
 
 
 def announcement(lines: list[str], block: Block, helpers: list[Block]) -> str:
