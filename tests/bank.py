@@ -57,7 +57,11 @@ def mistakes() -> list[Mistake]:
 
 
 def judge(
-    submission: Submission, lesson: Lesson, exercise: Exercise, only_checks: tuple[str, ...] = ()
+    submission: Submission,
+    lesson: Lesson,
+    exercise: Exercise,
+    only_checks: tuple[str, ...] = (),
+    ranks: tuple[int, ...] = (),
 ) -> ExerciseReport:
     """Grade one exercise of a submission in this process's own ranks."""
     return grade_exercise(
@@ -65,7 +69,7 @@ def judge(
         lesson.name,
         submission.code(),
         shared_launcher(),
-        Settings(seed=7),
+        Settings(seed=7, ranks=ranks),
         submission.locate,
         only_checks,
     )

@@ -4,10 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from grader.judging.course import find_exercise
 from grader.judging.evidence import Evidence
+from grader.judging.submission import read_submission
+from grader.judging.verdicts import Verdict
 from grader.ranks.launcher import Code, shared_launcher
 from grader.ranks.limits import Limits
 from grader.ranks.recording import Race
+from tests.bank import judge
 
 NOTHING = Code(cells=(("empty.py", ""),), trusted=True)
 
@@ -157,3 +161,17 @@ def test_a_result_that_one_rank_alone_was_given() -> None:
     assert "gives the result to rank 1 alone" in evidence.cause([0], 2, lambda *_: "")[0]
     assert evidence.cause([1], 2, lambda *_: "") == ("", "")
     assert evidence.cause([0, 1], 2, lambda *_: "") == ("", "")
+
+
+@pytest.mark.parametrize("name", ["ring_attention", "DataParallel", "ShardedGradients", "relay_microbatches"])
+def test_right_answers_have_no_races(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under other dispatch modes too, in backward, and with handles that are kept for long."""
+    lesson, exercise = find_exercise(name)  # type: ignore[misc]
+    submission = read_submission(lesson.solution, module=f"solutions.{lesson.slug}", trusted=True)
+    seen: list[Evidence] = []
+    add = Evidence.add
+    monkeypatch.setattr(Evidence, "add", lambda self, other: (seen.append(other), add(self, other))[1])
+    report = judge(submission, lesson, exercise, ranks=(2,))
+    assert report.verdict == Verdict.PASSED
+    assert any(evidence.events for evidence in seen)
+    assert [race for evidence in seen for race in evidence.races] == []

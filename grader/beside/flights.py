@@ -97,6 +97,7 @@ class Flights:
         self._by_handle: dict[int, Flight] = {}
         self._references: dict[int, Any] = {}
         self._races: list[Race] = []
+        self._strangers = 0  # handles that were waited for and are none of these
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """See an operation that is about to run: does it use a buffer that is on its way?"""
@@ -134,8 +135,10 @@ class Flights:
 
     def waited(self, handle: Any) -> None:
         """Its buffers are the learner's again."""
-        flight = self._by_handle.pop(id(handle), None)
-        if flight is not None:
+        flight = self._by_handle.get(id(handle))
+        if flight is None:
+            self._strangers += 1
+        elif flight in self._aloft:
             self._aloft.remove(flight)
 
     def _tell(self, flight: Flight, use: str) -> None:
@@ -143,22 +146,32 @@ class Flights:
         self._races.append(Race(flight.event, use, *self._place()))
 
     def races(self) -> list[Race]:
-        """Every use of a buffer too early, and what was to be filled and never waited for."""
+        """Every use of a buffer too early, and what was to be filled and never waited for.
+
+        Where handles were waited for that are not known here, nobody knows which: nothing is said then.
+        """
         left = [f for f in self._aloft if f.fills and not f.told]
-        return [*self._races, *(Race(f.event, "left", "", 0) for f in left)][:MOST_RACES]
+        found = [*self._races, *(Race(f.event, "left", "", 0) for f in left)]
+        return [] if self._strangers else found[:MOST_RACES]
 
 
 def _caller() -> FrameType | None:
-    """The frame that asked for a handle; None for torch's C++, which waits in ways of its own."""
+    """The frame that asked for a handle; None for torch's C++, which waits in ways of its own.
+
+    Between it and here stand dispatch modes, of which this recorder is the innermost.
+    """
     frame: FrameType | None = sys._getframe(2)
+    caller: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(AUTOGRAD):
-            return None
-        if file.startswith(DISTRIBUTED) or not file.startswith((OURS, TORCH)):
-            return frame
+        if frame.f_code.co_name == "__torch_dispatch__":
+            caller = None
+        elif caller is None and (
+            file.startswith((AUTOGRAD, DISTRIBUTED)) or not file.startswith((OURS, TORCH))
+        ):
+            caller = frame
         frame = frame.f_back
-    return None
+    return None if caller is None or caller.f_code.co_filename.startswith(AUTOGRAD) else caller
 
 
 def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[Stretch]]:

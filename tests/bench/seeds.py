@@ -20,6 +20,7 @@ from torch import Tensor
 from grader.judging import trial as trials
 from grader.judging.closeness import error_used
 from grader.judging.course import lessons
+from grader.judging.evidence import Evidence
 from grader.judging.judge import Settings, Task, grade_task, tasks
 from grader.judging.submission import read_submission
 from grader.judging.verdicts import Verdict
@@ -31,12 +32,17 @@ Line = dict[str, Any]
 
 
 class Nearest:
-    """The comparison that used most of its tolerance, while right answers are compared."""
+    """While right answers are compared: what used most of its tolerance, and what was taken for a race."""
 
     def __init__(self) -> None:
-        self.used, self.what = 0.0, ""
-        self._compare = trials.compare
+        self.used, self.what, self.races = 0.0, "", 0
+        self._compare, self._add = trials.compare, Evidence.add
         trials.compare = self._watch
+        Evidence.add = lambda evidence, other: self._count(evidence, other)
+
+    def _count(self, evidence: Evidence, other: Evidence) -> None:
+        self.races += len(other.races)
+        self._add(evidence, other)
 
     def _watch(
         self,
@@ -55,9 +61,10 @@ class Nearest:
                 self.used, self.what = used, what
         return self._compare(what, actual, expected, alternatives, rtol, factors, terms, plain)
 
-    def take(self) -> tuple[float, str]:
+    def take(self) -> Line:
         """What was found since the last time."""
-        found, self.used, self.what = (self.used, self.what), 0.0, ""
+        found = {"used": self.used, "what": self.what, "races": self.races}
+        self.used, self.what, self.races = 0.0, "", 0
         return found
 
 
@@ -97,7 +104,7 @@ def run(task: Task, seed: int, ranks: int, nearest: Nearest, launcher: Launcher)
     """Grade one exercise with one seed."""
     nearest.take()
     report = grade_task(task, launcher, Settings(ranks=(ranks,), seed=seed))
-    used, what = nearest.take()
+    found = nearest.take()
     told = [f"{check.name}: {' '.join(check.said)}" for check in report.checks if not check.holds]
     return {
         "answer": name_of(task),
@@ -105,9 +112,8 @@ def run(task: Task, seed: int, ranks: int, nearest: Nearest, launcher: Launcher)
         "seed": seed,
         "ranks": ranks,
         "verdict": str(report.verdict),
-        "used": used,
-        "what": what,
         "told": told,
+        **found,
     }
 
 
@@ -120,9 +126,11 @@ def table(lines: list[Line]) -> str:
     for (answer, exercise), runs in by_exercise.items():
         worst = max(runs, key=lambda run: run["used"])
         refused = [run for run in runs if run["verdict"] != Verdict.PASSED]
+        races = sum(run["races"] for run in runs)
+        nearest = f"{worst['used']:.1%} of a tolerance (seed {worst['seed']}, {worst['ranks']} ranks"
         rows.append(
-            f"{answer:34} {exercise:30} {len(runs):5} runs, {len(refused)} refused, at most {worst['used']:.1%} "
-            f"of a tolerance (seed {worst['seed']}, {worst['ranks']} ranks: {worst['what']})"
+            f"{answer:34} {exercise:30} {len(runs):5} runs, {len(refused)} refused, {races} races, "
+            f"at most {nearest}: {worst['what']})"
         )
         rows += [f"    seed {run['seed']}, {run['ranks']} ranks: {'; '.join(run['told'])}" for run in refused]
     refusals = sum(line["verdict"] != Verdict.PASSED for line in lines)
