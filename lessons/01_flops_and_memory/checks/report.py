@@ -17,7 +17,7 @@ exercise(
     world_sizes=(1,),
     distributed=False,
     hints=(
-        "You know how many parameters GPT-2 has, and how many bytes a GiB; the star says `with sparsity`; the "
+        "You know how many parameters GPT-2 has, and how many bytes a GiB; the star says with sparsity; the "
         "blocks run their forward twice. Which number of the report does not fit?",
         "state_dict() lists a tied tensor under each of its names; parameters() lists it once.",
         "Recomputing keeps the machine busy: whose utilization goes up by that, hardware's or model's?",
