@@ -153,11 +153,17 @@ def alter(config: GPTConfig, *rest: Any, **changes: Any) -> tuple:
     return replace(config, **sizes), *batch.values(), *rest[2:]
 
 
+def small_dropout_is_none(config: GPTConfig, *rest: Any) -> tuple:
+    """The arguments of a call with no dropout in place of a small one."""
+    return alter(config, *rest, dropout=0.0 if config.dropout <= 0.1 else config.dropout)
+
+
 ALTERATIONS = {
     "it is right for a model of one layer: there are n_layer blocks": partial(alter, n_layer=1),
     "it is right for a model without biases: here config.bias is True": partial(alter, bias=False),
     "it is right for a model with biases: here config.bias is False": partial(alter, bias=True),
     "it is right for dropout=0: with dropout, other tensors are kept": partial(alter, dropout=0.0),
+    "a small dropout counts as none here: any number above 0 keeps masks": small_dropout_is_none,
     "it is right for dropout > 0: without it, other tensors are kept": partial(alter, dropout=0.5),
     "it is right for a batch of one sequence: multiply by batch_size": partial(alter, batch_size=1),
     "it is right for sequences of block_size: these are shorter": partial(alter, sequence_length=0),

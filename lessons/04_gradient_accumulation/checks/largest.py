@@ -117,17 +117,20 @@ def ask(trial: Trial, calls: list[tuple]) -> Answers:
 
 
 def ask_between(trial: Trial) -> Answers:
-    """Every recipe, with dropout and without; neighbours that differ in one thing; memory between sizes."""
+    """Every recipe, with dropout and without; neighbours that differ in one thing; memory between sizes.
+
+    A few hundred sequences: so a small term that is missing is more than one of them.
+    """
     half = lambda each: each // 2 + trial.integer(-each // 4, each // 4)  # noqa: E731
     calls = [
-        asking(trial, draw(trial, dropout=dropout), recipe, trial.integer(3, 30), half)
+        asking(trial, draw(trial, dropout=dropout), recipe, trial.integer(100, 400), half)
         for recipe in STATES
         for dropout in (0.0, 0.1)
     ]
     heavy = draw(trial, n_layer=3, n_head=5, n_embd=55, vocab_size=275)  # two bytes a parameter are sequences
-    memory = need(heavy, "mixed_fp32_gradients", 6).of(20)
+    memory = need(heavy, "mixed_fp32_gradients", 6).of(20) + 20_000
     calls += [(heavy, memory, recipe, 6) for recipe in STATES]
-    config, memory, recipe, length = asking(trial, draw(trial), "mixed", 20, half)
+    config, memory, recipe, length = asking(trial, draw(trial), "mixed", 200, half)
     calls += [(config, memory, recipe, length), (config, memory, recipe, length - 2)]
     calls += [
         (replace(config, n_layer=config.n_layer + 1), memory, recipe, length),
@@ -139,11 +142,12 @@ def ask_between(trial: Trial) -> Answers:
 
 
 def ask_exact(trial: Trial) -> Answers:
+    """To the byte; and with 64 bytes to spare, where < and <= are the same."""
     calls = []
     for recipe in STATES:
-        for extra in (0, -1):
+        for extra in (0, -1, 64):
             config = draw(trial)
-            calls.append(asking(trial, config, recipe, trial.integer(3, 40), lambda _, extra=extra: extra))
+            calls.append(asking(trial, config, recipe, trial.integer(9, 400), lambda _, extra=extra: extra))
     return ask(trial, calls)
 
 
@@ -167,6 +171,10 @@ def ask_large(trial: Trial) -> Answers:
 
 
 # --- what known slips lead to ---
+
+
+FITS_EXACTLY = "what fills the memory exactly fits, too"
+FIRST_TOO_LARGE = "always one too many: this is the first that does not fit"
 
 
 def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str, float]:
@@ -210,29 +218,34 @@ def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str,
         ),
     }
     return {
-        "what fills the memory exactly fits, too": true.largest(memory - 1),
+        FITS_EXACTLY: true.largest(memory - 1),
         **{text: need_of_slip.largest(memory) for text, need_of_slip in wrong.items()},
         "fewer than none": (memory - true.states - true.once) // (true.each + true.head),
         "a power of two: every whole number is allowed": 2 ** (right.bit_length() - 1) if right else 0,
+        FIRST_TOO_LARGE: right + 1,
+        "always one too few: one more fits": right - 1,
     }
 
 
-ALWAYS_OFF_BY = {
-    1: "always one too many: this is the first that does not fit",
-    -1: "always one too few: one more fits",
-}
+def of_the_last_byte(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str, float]:
+    """The slips that can be told apart where memory is filled to the byte; other terms look all alike."""
+    known = slips(config, memory, recipe, length)
+    return {text: known[text] for text in (FITS_EXACTLY, FIRST_TOO_LARGE)}
 
 
-def require(trial: Trial, answers: Answers, help: str) -> None:
-    """Compare. That an answer is next to the right one is no cause, unless every answer is."""
-    values = [whole(given) for given in answers.given]
-    off = {None if value is None else value - true for value, true in zip(values, answers.true, strict=True)}
-    always = ALWAYS_OFF_BY.get(off.pop(), "") if len(off) == 1 else ""
-    cause = {always: lambda *call: largest(*call) + (1 if "many" in always else -1)} if always else {}
+def require(
+    trial: Trial, answers: Answers, help: str, known: Callable[..., dict[str, float]] = slips
+) -> None:
+    """Compare; where an answer is wrong, tell the terms of what is needed."""
+    values = [value for value in map(whole, answers.given) if value is not None]
+    most = max(values, default=0)
+    at_most = (
+        {f"never more than {most:,}: has the search an upper end?": most} if values.count(most) > 1 else {}
+    )
     compare_answers(
         trial,
         answers,
-        slips=lambda *call: {**{text: of(*call) for text, of in cause.items()}, **slips(*call)},
+        slips=lambda *call: known(*call) | {text: min(most, largest(*call)) for text in at_most},
         help=f"{help} {terms_of_first_wrong(answers)}".strip(),
     )
 
@@ -265,7 +278,7 @@ def agrees_with_a_measured_search(trial: Trial) -> None:
 def fits_means_at_most(trial: Trial) -> None:
     """What needs exactly memory_bytes fits; what needs one byte more does not."""
     help = "Compare with <=, in whole numbers, and count once what is there once, such as the positions."
-    require(trial, trial.once(ask_exact), help)
+    require(trial, trial.once(ask_exact), help, of_the_last_byte)
 
 
 @check("largest_microbatch")
