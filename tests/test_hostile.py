@@ -1,11 +1,13 @@
 """Tricks that must not work: leaving early, forging, reading the reference, replacing the tools."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import cloudpickle
@@ -15,8 +17,10 @@ import pytest
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.verdicts import Verdict
 from grader.ranks import plain
+from grader.ranks.frames import MAX_EVENT
 from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import ROOT, Code, Launcher, Limits
+from grader.ranks.recording import Event
 from grader.report import summary
 from grader.work import find_work
 from tests.attempts import FORWARD, grade, look, twisted
@@ -168,6 +172,88 @@ def test_the_token_is_in_no_frame_and_no_dictionary(tmp_path: Path, launcher: La
         assert tokens == 0
     """
     assert look(tmp_path, twisted(lines), launcher).verdict == Verdict.PASSED
+
+
+IS_CHANNEL = """
+import os, socket
+
+def most_memory():  # of the supervisor, in KiB
+    with open(f"/proc/{os.getppid()}/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+
+def is_channel(number):
+    try:
+        with socket.socket(fileno=os.dup(number)) as one: return one.family == socket.AF_UNIX
+    except OSError:
+        return False
+"""
+
+
+def test_a_flood_of_events_fills_no_memory(tmp_path: Path) -> None:
+    """Events need no token. What is one in every field is kept, up to a limit; anything else ends the run."""
+    event = {field.name: 0 for field in fields(Event)} | {"shape": [], "group": [], "peer": None}
+    event |= {name: "" for name in ("kind", "dtype", "op", "file", "after")} | {"asynchronous": True}
+    assert Event.from_plain(event)
+    room = MAX_EVENT - len(json.dumps(event))
+    bodies = {
+        "kept": json.dumps(event | {"file": "x" * room}),
+        "nested": json.dumps(event | {"shape": [[]] * (room // 4)}),
+        "numbers": json.dumps(event | {"num_bytes": 10**400}),
+    }
+    launcher = Launcher()
+    try:
+        launcher.warm_up()
+        for name, body in bodies.items():
+            lines = f"""
+                import struct
+                body = {body!r}.encode()
+                frame = struct.pack("<cQ", b"E", len(body)) + body
+                channel = next(d for d in range(3, 60) if is_channel(d))
+                before = most_memory()
+                for _ in range(1500): os.write(channel, frame)
+                time.sleep(0.5)
+                with open({str(tmp_path / name)!r}, "a") as file: print(most_memory() - before, file=file)
+            """
+            source = IS_CHANNEL + twisted(lines)
+            report = look(tmp_path, source, launcher)
+            assert report.verdict == (Verdict.PASSED if name == "kept" else Verdict.REFUSED), report.text
+        grown = [int(line) for line in (tmp_path / "kept").read_text().split()]
+        assert grown and max(grown) < 64 << 10
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            "import threading\nfor _ in range(400): threading.Thread(target=time.sleep, args=(9,)).start()",
+            "threads",
+        ),
+        ("fd = os.memfd_create('x')\nfor _ in range(80): os.write(fd, bytes(10**7))\ntime.sleep(9)", "GiB"),
+    ],
+    ids=["threads", "memory without a name"],
+)
+def test_what_no_list_of_processes_shows_is_counted(
+    lines: str, words: str, tmp_path: Path, launcher: Launcher
+) -> None:
+    report = look(tmp_path, twisted(lines), launcher, max_threads=300, memory_bytes=2**29)
+    assert report.verdict in (Verdict.REFUSED, Verdict.OUT_OF_MEMORY)
+    assert words in report.message
+
+
+@pytest.mark.parametrize("whom", ["os.getppid()", "psutil.Process(os.getppid()).ppid()"])
+def test_who_stops_the_keeper_waits_for_nothing(whom: str, tmp_path: Path) -> None:
+    """Neither the supervisor nor the fork server: the clock is theirs."""
+    launcher = Launcher()
+    try:
+        launcher.warm_up()
+        began = time.monotonic()
+        look(tmp_path, twisted(f"import psutil, signal\nos.kill({whom}, signal.SIGSTOP)"), launcher)
+        assert look(tmp_path, twisted(), launcher).verdict == Verdict.PASSED
+        assert time.monotonic() - began < LIMITS.timeout + 20  # 50 seconds or more for each run that waits
+    finally:
+        launcher.close()
 
 
 @pytest.mark.parametrize("name", READING)

@@ -54,6 +54,15 @@ def test_what_is_not_plain_is_named(thing: object) -> None:
         plain.encode({"layer": thing})
 
 
+def test_a_number_that_is_no_quantity_is_named_and_comes_in_no_record() -> None:
+    assert plain.decode(plain.encode([10**299, -(10**299)])) == [10**299, -(10**299)]
+    with pytest.raises(plain.NotPlainError, match=r"result\[0\] is a whole number of more than 300 digits"):
+        plain.encode([10**400])
+    text = json.dumps({"int": "9" * 400}).encode()
+    with pytest.raises(ValueError, match="too large"):
+        plain.decode(struct.pack("<Q", len(text)) + text + plain.encode(None)[12:])
+
+
 def test_a_list_that_holds_itself() -> None:
     loop: list = []
     loop.append(loop)

@@ -86,7 +86,8 @@ def _lend(modules: list[list[str]]) -> None:
     """Make modules of the reference importable from their source; the others then can not be found."""
     package = sys.modules["solutions"] = types.ModuleType("solutions")
     package.__path__ = []
-    sys.meta_path.insert(0, _NothingElse())
+    if not any(isinstance(finder, _NothingElse) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _NothingElse())
     for name, source in modules:
         label = f"{LENT}{name.removeprefix('solutions')}>"
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)

@@ -68,7 +68,10 @@ def read_regular_file(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def at_most(seconds: int, path: Path) -> Iterator[None]:
-    """End what takes longer to read, such as ten thousand lines that might be magics; in the main thread."""
+    """End what takes more of the processor to read, such as ten thousand lines that might be magics.
+
+    Only in the main thread, which is the one that reads for `grade`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,15 +79,15 @@ def at_most(seconds: int, path: Path) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise _TooLongError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     except _TooLongError:
-        raise UnreadableError(f"{path} takes longer than {seconds} seconds to read") from None
+        raise UnreadableError(f"{path} takes more than {seconds} seconds to read") from None
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def refuse_endless_source(path: Path, text: str) -> None:

@@ -38,9 +38,12 @@ def ending(report: RunReport, locate: Locate, limits: Limits, group: Sequence[in
         )
     if report.ended == "processes":
         return CheckEnded(Verdict.REFUSED, f"the ranks started more than {limits.max_processes} processes")
+    if report.ended == "threads":
+        return CheckEnded(Verdict.REFUSED, f"the ranks started more than {limits.max_threads} threads")
     if report.ended == "lost":
         return CheckEnded(
-            Verdict.REFUSED, "the process that keeps the ranks was killed by something the submission did"
+            Verdict.REFUSED,
+            "the process that keeps the ranks was killed or stopped by something the submission did",
         )
     if report.ended == "fault":
         return CheckEnded(

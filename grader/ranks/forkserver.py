@@ -62,6 +62,7 @@ def main() -> None:
     prctl(PR_SET_DUMPABLE, 0)
     directory = tempfile.tempdir = tempfile.mkdtemp(prefix="scale-by-hand-")
     control.sendall(b"ready " + directory.encode())
+    control.setblocking(False)
     try:
         _serve(control, guard, supervisors)
     finally:
@@ -76,7 +77,7 @@ def _serve(control: socket.socket, guard: Guard, supervisors: set[int]) -> None:
         select.select([control], [], [], 0.2)
         _reap(supervisors)
         try:
-            message, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_DONTWAIT)
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         except BlockingIOError:
             continue
         if not message:
@@ -108,9 +109,12 @@ def _reap(supervisors: set[int]) -> None:
     """Collect ended children. A supervisor that ended leaves nothing; an orphan of a killed one is killed."""
     try:
         while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             if pid == 0:
                 return
+            if os.WIFSTOPPED(status):  # a rank has stopped its keeper: no clock would end that run
+                os.kill(pid, signal.SIGKILL)
+                continue
             supervisors.discard(pid)
             if sys.platform != "linux" and os.WIFSIGNALED(status):  # there they do not become this one's
                 kill_marked(os.environ[MARK], [p.pid for p in psutil.Process().children(recursive=True)])

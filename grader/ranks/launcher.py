@@ -69,7 +69,7 @@ class RankReport:
 
 @dataclass
 class RunReport:
-    """How a run ended: `complete`, or trouble, timeout, idle, memory, processes, lost, fault."""
+    """How a run ended: `complete`, or trouble, timeout, idle, memory, processes, threads, lost, fault."""
 
     ended: str
     seconds: float
@@ -304,6 +304,7 @@ class Session:
             "idle": limits.idle,
             "memory_bytes": limits.memory_bytes,
             "max_processes": limits.max_processes,
+            "max_threads": limits.max_threads,
         }
         order = {
             "probe": by_value(probe) if probe else b"",
@@ -387,7 +388,7 @@ def _read_rank(state: dict[str, Any], record: bytes, token: bytes) -> RankReport
     events, state["events"] = state["events"], []
     report = RankReport(**state)
     try:
-        report.events = [Event.from_plain(event) for event in events]
+        report.events = [Event.from_plain(json.loads(event)) for event in events]
         if report.status not in ("done", "failed"):
             return report
         if record[:TOKEN_BYTES] != token:

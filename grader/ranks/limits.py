@@ -16,6 +16,7 @@ class Limits:
     memory_bytes: int = 4 * 2**30
     """Memory beyond what torch itself takes."""
     max_processes: int = 64
+    max_threads: int = 1000
     ends_at: float = math.inf
     """When all runs of a grading have had their time, in seconds of time.monotonic()."""
 

@@ -15,6 +15,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 MAX_DEPTH = 50
+MAX_DIGITS = 300
+"""Of a whole number: what is larger has no place among floats, and no quantity of this course comes near."""
 
 
 class NotPlainError(TypeError):
@@ -57,6 +59,8 @@ def _strip(value: Any, tensors: dict[str, Tensor], where: str, depth: int) -> An
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
+        if abs(value) >= 10**MAX_DIGITS:
+            raise NotPlainError(f"{where} is a whole number of more than {MAX_DIGITS} digits")
         return int(value) if abs(value) < 2**63 else {"int": str(int(value))}
     if isinstance(value, float):
         return float(value)
@@ -103,9 +107,15 @@ def _store(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
     return name
 
 
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS + 1:
+        raise ValueError("a whole number that is too large")
+    return int(digits)
+
+
 _RESTORE: dict[str, Callable[[dict, dict[str, Tensor]], Any]] = {
     "tensor": lambda node, tensors: tensors[node["tensor"]],
-    "int": lambda node, tensors: int(node["int"]),
+    "int": lambda node, tensors: _whole(node["int"]),
     "bytes": lambda node, tensors: tensors[node["bytes"]].numpy().tobytes()[: node["length"]],
     "tuple": lambda node, tensors: tuple(_restore(item, tensors) for item in node["tuple"]),
     "dict": lambda node, tensors: {_restore(k, tensors): _restore(v, tensors) for k, v in node["dict"]},

@@ -71,9 +71,11 @@ _FIELDS = {
 
 
 def _is_of(value: Any, kind: str) -> bool:
-    """Whether a value from outside is of the type that an event's field has."""
+    """Whether a value from outside is of the type that an event's field has; numbers have an end, too."""
     if kind == "tuple[int, ...]":
-        return isinstance(value, list | tuple) and all(type(item) is int for item in value)
+        return isinstance(value, list | tuple) and all(_is_of(item, "int") for item in value)
+    if type(value) is int and abs(value) >= 2**63:
+        return False
     return type(value).__name__ in {"int": ("int",), "int | None": ("int", "NoneType")}.get(kind, (kind,))
 
 

@@ -28,6 +28,7 @@ from grader.beside.tampering import Guard
 from grader.beside.worker import run_worker
 from grader.ranks.frames import NOT_OURS, FrameBuffer, receive_frame, send_frame
 from grader.ranks.leftovers import SharedMemory, let_trackers_end
+from grader.ranks.recording import Event
 
 TICK_SECONDS = 0.03
 TREE_SECONDS = 0.5
@@ -40,7 +41,8 @@ THREADS_PATIENCE = 3
 """How many times as long a rank may only wait whose other threads compute: gloo's may spin for ever."""
 OUTPUT_LIMIT = 64 * 1024
 EVENT_LIMIT = 20_000
-EVENT_BYTES = 64 * 1024
+EVENTS_BYTES = 8 << 20
+"""Of all events of a rank in a run; those that come then are not kept."""
 
 
 @dataclass
@@ -50,7 +52,8 @@ class RankState:
     status: str = "running"
     """running, done (a complete record), failed (it raised), dead (it ended without a word), forged."""
     error: dict[str, Any] | None = None
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    """As they came, looked over field by field: JSON takes a tenth of the room that its objects take."""
     exit_code: int | None = None
     stack: str = ""
     """Where it stood when it was stopped, innermost call first, as faulthandler writes it."""
@@ -68,7 +71,7 @@ class _Rank:
     state: RankState = field(default_factory=RankState)
     frames: FrameBuffer = field(default_factory=FrameBuffer)
     record: bytes = b""
-    released: bool = False
+    event_bytes: int = 0
 
 
 def prctl(option: int, value: int) -> None:
@@ -158,7 +161,7 @@ class _Run:
         self.header = json.loads(body)
         self.began, self.ended, self.cpu = time.monotonic(), "", {}
         for rank in self.ranks:
-            rank.state, rank.record = RankState(), b""
+            rank.state, rank.record, rank.event_bytes = RankState(), b"", 0
         self._tell_all(signal.SIGCONT)
         self._hand_out_orders()
         return True
@@ -257,7 +260,8 @@ class _Run:
     def _take(self, rank: _Rank, kind: bytes, body: bytes) -> None:
         state = rank.state
         if kind == b"E":
-            if len(state.events) < EVENT_LIMIT:
+            rank.event_bytes += len(body)
+            if len(state.events) < EVENT_LIMIT and rank.event_bytes <= EVENTS_BYTES:
                 state.events.append(_read_event(body))
         elif kind in b"RX" and state.status != "running":
             self._finish(rank, "forged", {"message": "a rank sent more than one result"})
@@ -302,7 +306,7 @@ class _Run:
         A rank that has answered only waits for its peers. What it still spends is no progress: gloo's thread
         may spin for ever on a message whose handle was dropped.
         """
-        runnable, rss = False, 0
+        runnable, rss, num_threads = False, 0, 0
         answered = {r.pid for r in self.ranks if r.state.status == "done"}
         processes = (
             _descendants()
@@ -319,8 +323,14 @@ class _Run:
                         self.cpu[process.pid] = _cpu_seconds(process)
                         runnable |= _could_run(process)
                     rss += max(process.memory_info().rss - self.base_rss, 0)
+                    num_threads += process.num_threads()
             except psutil.Error:
                 continue
+        if tree:
+            rss += _memory_in_files(processes)
+            _wake_parent()
+        if num_threads > self.header["max_threads"]:
+            self.ended = "threads"
         if rss > self.header["memory_bytes"]:
             self.ended = "memory"
         mains, others = zip(*self.cpu.values(), strict=True) if self.cpu else ((), ())
@@ -360,19 +370,21 @@ class _Run:
         states = [asdict(rank.state) for rank in self.ranks]
         seconds = time.monotonic() - self.began
         summary = {"ended": self.ended, "seconds": seconds, "ranks": states}
+        _wake_parent()
         self.judge.setblocking(True)
         send_frame(self.judge, b"S", json.dumps(summary).encode())
         for rank in self.ranks:
             send_frame(self.judge, b"R", rank.record)
 
 
-def _read_event(body: bytes) -> Any:
-    if len(body) > EVENT_BYTES:
-        raise ValueError(NOT_OURS)
+def _read_event(body: bytes) -> str:
+    """Events come without the token: whatever is not one in every field was sent by the submission."""
     try:
-        return json.loads(body)
+        text = body.decode()
+        Event.from_plain(json.loads(text))
     except (ValueError, RecursionError):
         raise ValueError(NOT_OURS) from None
+    return text
 
 
 def _become_rank(connection: socket.socket, output: int, dump: BinaryIO) -> None:
@@ -437,6 +449,27 @@ def _could_run(process: psutil.Process) -> bool:
     """Whether a process runs, or waits for a core or a disk; only Linux tells it from one that sleeps."""
     waits = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
     return sys.platform == "linux" and process.status() in waits
+
+
+def _memory_in_files(processes: Iterable[psutil.Process]) -> int:
+    """Bytes of the anonymous files (memfd) that processes have open: no process's own memory counts them."""
+    sizes = {}
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{process.pid}/fd"):
+                file = f"/proc/{process.pid}/fd/{name}"
+                with contextlib.suppress(OSError):
+                    if os.readlink(file).startswith("/memfd:"):
+                        status = os.stat(file)
+                        sizes[status.st_ino] = 512 * status.st_blocks
+    return sum(sizes.values())
+
+
+def _wake_parent() -> None:
+    """A rank may stop the fork server, and the next run would wait for it in vain."""
+    with contextlib.suppress(psutil.Error, OSError):
+        if psutil.Process(os.getppid()).status() == psutil.STATUS_STOPPED:
+            os.kill(os.getppid(), signal.SIGCONT)
 
 
 def _kill(process: psutil.Process) -> None:
