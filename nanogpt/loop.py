@@ -24,7 +24,7 @@ from nanogpt.metrics import (
 from nanogpt.model import GPT
 from nanogpt.optimizer import learning_rate
 from nanogpt.parallel import Parallel
-from nanogpt.technique import Accumulation, Checkpointing
+from nanogpt.technique import Accumulation, Checkpointing, num_counted, weighed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Trainer:
             self._restore()
 
     def _require_equal_shares(self) -> None:
-        shares = self.parallel.num_shares(self.place.num_ranks)
+        self.num_shares = shares = self.parallel.num_shares(self.place.num_ranks)
         if self.micro_batch_size % shares:
             raise ValueError(
                 f"a micro-batch of {self.micro_batch_size} sequences (batch_size / accumulate) does not "
@@ -129,15 +129,19 @@ class Trainer:
                 report.close()
 
     def train_step(self) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step: the mean loss of this rank's share, the gradient's norm, the learning rate."""
+        """One optimizer step: the loss of this rank's share, the gradient's norm, the learning rate.
+
+        The loss is weighed by the targets of the share that count: a plain mean over ranks is the batch's.
+        """
         config = self.config
         idx, targets = self._batch(config.batch_size, self.step)
         rate = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        inputs, targets = self.parallel.share(idx), self.parallel.share(targets)
-        module = Microbatches(self._forward, self.module, self.parallel, config.accumulate)
-        loss = self.accumulation.accumulate(module, inputs, targets, config.accumulate)
+        inputs, goals = self.parallel.share(idx), self.parallel.share(targets)
+        weight = num_counted(goals) * self.num_shares / num_counted(targets)
+        module = Microbatches(self._forward, self.module, self.parallel, config.accumulate, weight)
+        loss = self.accumulation.accumulate(module, inputs, goals, config.accumulate)
         module.require_all_seen()
         self.parallel.synchronize(self.module)
         norm = self.parallel.update(self.module, self.optimizer, config.grad_clip or float("inf"))
@@ -148,16 +152,17 @@ class Trainer:
     def validation_loss(self) -> float:
         """The mean loss over the validation batches, the same ones each time."""
         self.module.eval()
-        total = torch.zeros((), device=self.place.device)
+        total, counted = torch.zeros(2, device=self.place.device)
         for number in range(self.config.eval_batches):
             idx, targets = self._batch(self.config.batch_size, number, validation=True)
+            counted += num_counted(targets)
             for rows, goals in zip(
                 idx.split(self.micro_batch_size), targets.split(self.micro_batch_size), strict=True
             ):
-                total += self._forward(self.parallel.share(rows), self.parallel.share(goals))[1]
+                own = self.parallel.share(goals)
+                total += weighed(self._forward(self.parallel.share(rows), own)[1], num_counted(own))
         self.module.train()
-        count = self.config.eval_batches * self.config.accumulate
-        return (self.parallel.mean_loss(total) / count).item()
+        return self.parallel.mean_loss(total * self.num_shares / counted).item()
 
     def _batch(self, batch_size: int, step: int, validation: bool = False) -> tuple[Tensor, Tensor]:
         """The same batch on every rank: tokens and next tokens, (b, s) each."""
@@ -199,11 +204,18 @@ class Microbatches(nn.Module):
     """
 
     def __init__(
-        self, forward: Callable[..., Any], module: nn.Module, parallel: Parallel, num_microbatches: int
+        self,
+        forward: Callable[..., Any],
+        module: nn.Module,
+        parallel: Parallel,
+        num_microbatches: int,
+        weight: Tensor | None = None,
     ) -> None:
+        """`weight` multiplies losses: what this rank's share counts in a plain mean over ranks; None is 1."""
         super().__init__()
         self.module = module
         self._call = forward
+        self._weight = weight
         self._left = num_microbatches
         self._quiet = contextlib.ExitStack()
         if num_microbatches > 1:
@@ -213,7 +225,8 @@ class Microbatches(nn.Module):
         self._left -= 1
         if self._left == 0:
             self._quiet.close()
-        return self._call(idx, targets)
+        logits, loss = self._call(idx, targets)
+        return logits, loss if self._weight is None else weighed(loss, self._weight)
 
     def require_all_seen(self) -> None:
         """Raise a ValueError unless every micro-batch was there, once."""

@@ -96,7 +96,10 @@ class Parallel(Technique):
         return clip_gradients(module.parameters(), max_norm)
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """The loss of the global batch, from the loss of this rank's share: a detached scalar."""
+        """The loss of the global batch, a detached scalar, from the weighed loss of this rank's share.
+
+        Weighed by its targets that count: over ranks that have other shares, the plain mean is the batch's.
+        """
         return loss.detach()
 
     def whole_state_dict(self, module: nn.Module) -> Mapping[str, Tensor]:

@@ -51,21 +51,32 @@ class Checkpointing(Technique):
         return model
 
 
+def num_counted(targets: Tensor) -> Tensor:
+    """How many targets count, which are those that are not -1: a scalar."""
+    return (targets != -1).sum()
+
+
+def weighed(mean: Tensor, weight: Tensor) -> Tensor:
+    """A mean loss times what it counts for: nothing where no target counts, and the mean is 0/0."""
+    return torch.where(weight > 0, mean * weight, 0.0)
+
+
 class Accumulation(Technique):
     """Adds up the gradient of a batch in micro-batches. The base class is the loop that everyone writes."""
 
     def accumulate(self, module: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
         """Add to `.grad` what one pass over all of (b, s) would add; the detached mean loss.
 
-        `module(inputs, targets)` is (logits, loss), and is called `num_microbatches` times. The mean of means
-        is the mean here, because micro-batches are of equal size and every target counts.
+        `module(inputs, targets)` is (logits, loss), and is called `num_microbatches` times. A micro-batch
+        counts by its targets that are not -1.
         """
-        total = torch.zeros((), device=inputs.device)
+        total, counted = torch.zeros((), device=inputs.device), num_counted(targets)
         parts = zip(
             inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches), strict=True
         )
         for rows, goals in parts:
-            loss = module(rows, goals)[1] / num_microbatches  # the logits end here: backward needs them not
+            loss = module(rows, goals)[1]  # the logits end here: backward needs them not
+            loss = weighed(loss, num_counted(goals) / counted)
             loss.backward()
             total += loss.detach()
         return total

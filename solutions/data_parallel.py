@@ -273,7 +273,7 @@ class DataParallelTraining(Parallel):
             module.finish_gradient_synchronization()
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """The mean over ranks: shares are equal."""
+        """The plain mean over ranks: the loop has weighed each share by its targets."""
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=self.group)
         return mean / self.group.size()

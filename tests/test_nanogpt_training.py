@@ -407,3 +407,60 @@ def test_freed_memory_is_taken_again() -> None:
     )
     by_default, kept = map(int, done.stdout.split())
     assert kept * 50 < by_default, f"{kept} pages are filled again, {by_default} by default"
+
+
+class Masked(Tokens):
+    """Tokens of which many targets do not count: in `empty` rows all, in the others fewer and fewer."""
+
+    empty = 1
+
+    def batch(self, batch_size: int, block_size: int, **which: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().batch(batch_size, block_size, **which)
+        for row, goals in enumerate(targets):
+            goals[max(0, row + 1 - self.empty) * 2 :] = -1
+        return inputs, targets
+
+
+class Half(Parallel):
+    """One of two ranks that never meet: its rows, and what it would send."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.gradients = rank, []
+
+    def share(self, tensor: Tensor) -> Tensor:
+        return tensor.tensor_split(2)[self.rank]
+
+    def update(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        self.gradients = [p.grad.clone() for p in module.parameters()]
+        return super().update(module, optimizer, max_norm)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_shares_in_which_other_numbers_of_targets_count_are_one_batch(
+    tmp_path: Path, accumulate: int, empty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a micro-batch, or a whole share, in which none counts."""
+    monkeypatch.setattr(Masked, "empty", empty)
+    rows = np.random.default_rng(0).integers(0, 64, 500).astype(np.uint16)
+    tokens = Masked(train=rows, validation=rows[:100], encoding="stdlib")
+
+    def one_step(parallel: Parallel, ranks: int, accumulate: int) -> tuple[float, float]:
+        config = TrainConfig(**{**SMALL, "accumulate": accumulate, "dropout": 0.0})
+        place = Place(device=torch.device("cpu"), num_ranks=ranks)
+        one = Trainer(config, tmp_path, tokens, 64, Techniques(parallel=parallel), place)
+        validation = one.validation_loss()
+        return one.train_step()[0].item(), validation
+
+    class Whole(Half):
+        def share(self, tensor: Tensor) -> Tensor:
+            return tensor
+
+    whole, halves = Whole(0), [Half(0), Half(1)]
+    expected = one_step(whole, 1, 1)
+    found = [one_step(half, 2, accumulate) for half in halves]
+    for i in range(2):
+        assert sum(each[i] for each in found) / 2 == pytest.approx(expected[i], rel=1e-5)
+    for gradient, *parts in zip(whole.gradients, *(half.gradients for half in halves), strict=True):
+        torch.testing.assert_close(sum(parts) / 2, gradient, rtol=1e-5, atol=1e-7)
