@@ -49,7 +49,8 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Identity forward, all-reduce backward: Megatron's f, where a replicated x enters sharded computation.
 
     Every rank uses the whole x for its own share of the work, so the gradient of x is the sum of what
-    the ranks found. Neither x nor the gradient that comes in is changed. Any shape and dtype.
+    the ranks found. What else x is used for is not summed. Neither x nor the gradient that comes in is
+    changed. Any shape, dtype and layout in memory, also one that differs between ranks.
     """
     # answer
     return _CopyToGroup.apply(x, group)
@@ -73,7 +74,8 @@ class _ReduceFromGroup(torch.autograd.Function):
 def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce forward, identity backward: Megatron's g, where partial results become one replicated sum.
 
-    Neither x nor the gradient that comes in is changed. Any shape and dtype.
+    Neither x nor the gradient that comes in is changed. Any shape, dtype and layout in memory, also one
+    that differs between ranks.
     """
     # answer
     return _ReduceFromGroup.apply(x, group)
@@ -123,7 +125,8 @@ def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' x joined along the last dimension, in rank order; backward keeps this rank's slice.
 
     x (..., k) to (..., n·k). Nothing is summed in backward: what follows a gather is replicated, so
-    every rank already has the whole gradient.
+    every rank already has the whole gradient. Neither x nor the gradient that comes in is changed. Any
+    dtype and layout in memory, also one that differs between ranks.
     """
     # answer
     return _GatherFromGroup.apply(x, group)
@@ -133,7 +136,8 @@ def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's slice of the last dimension of a replicated x; backward joins the ranks' gradients.
 
-    x (..., k) to (..., k/n), rank r the r-th slice.
+    x (..., k) to (..., k/n), rank r the r-th slice. Neither x nor the gradient that comes in is changed.
+    Any dtype and layout in memory, also one that differs between ranks.
 
     Raises:
         ValueError: k does not divide by n.
@@ -146,8 +150,13 @@ def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which rank r computes the r-th slice of the output features.
 
-    `weight` (out/n, in), `bias` (out/n) or None. Built directly, the weight follows torch's global seed;
-    the ranks' slices differ, also when the ranks are seeded alike, and the bias is zero.
+    `weight` (out/n, in), `bias` (out/n) or None. Built directly, the ranks' weights are the slices of one
+    dense layer that starts as GPT-2's do: random, with a standard deviation of 0.02, by torch's global seed.
+    No two ranks have the same slice, also when they are seeded alike, and such ranks go on with the same
+    random numbers. The bias is zero.
+
+    Each rank computes 1/n of the product. The forward sends nothing (to gather the output, one all-gather),
+    the backward one all-reduce of x's size.
 
     Raises:
         ValueError: out_features does not divide by the number of ranks.
@@ -167,7 +176,7 @@ class ColumnParallelLinear(nn.Module):
         self.group, self.gather_output = group, gather_output
         size = shard_size(out_features, group, "out_features")
         # Drawn whole and cut: ranks that are seeded alike get the slices of one dense layer.
-        whole = nn.Linear(in_features, out_features, bias=False).weight.detach()
+        whole = torch.empty(out_features, in_features).normal_(std=0.02)
         self.weight = nn.Parameter(_own_slice(whole, 0, group))
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
         # end of answer
@@ -176,7 +185,10 @@ class ColumnParallelLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, group: ProcessGroup, gather_output: bool = False
     ) -> "ColumnParallelLinear":
-        """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
+        """This rank's part of a dense layer that is the same on every rank, in copies of its own.
+
+        Dtype and device are the dense layer's, and a bias is there if it has one.
+        """
         # answer
         out_features, in_features = linear.weight.shape
         bias = linear.bias is not None
@@ -188,7 +200,10 @@ class ColumnParallelLinear(nn.Module):
         # end of answer
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole x (..., in), the same on every rank, to (..., out/n), or (..., out) if gathered."""
+        """The whole x (..., in), the same on every rank, to (..., out/n), or (..., out) if gathered.
+
+        The gradient of x is whole on every rank. What else x is used for is not summed.
+        """
         # answer
         y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)  # (..., out/n)
         return gather_from_group(y, self.group) if self.gather_output else y
@@ -198,9 +213,13 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer of which rank r multiplies the r-th slice of the input features.
 
-    `weight` (out, in/n); `bias` (out) is the same on every rank, and is added once, after the sum.
-    Built directly, the weight follows torch's global seed; the ranks' slices differ, also when the ranks
-    are seeded alike, and the bias is zero.
+    `weight` (out, in/n); `bias` (out) is the same on every rank, and is added once, after the sum. Built
+    directly, the ranks' weights are the slices of one dense layer that starts as GPT-2's do: random, with a
+    standard deviation of 0.02, by torch's global seed. No two ranks have the same slice, also when they are
+    seeded alike, and such ranks go on with the same random numbers. The bias is zero.
+
+    Each rank computes 1/n of the product. The forward sends one all-reduce of the output's size, the
+    backward nothing (for a whole x, one all-gather).
 
     Raises:
         ValueError: in_features does not divide by the number of ranks.
@@ -219,7 +238,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.input_is_parallel = group, input_is_parallel
         shard_size(in_features, group, "in_features")
-        whole = nn.Linear(in_features, out_features, bias=False).weight.detach()
+        whole = torch.empty(out_features, in_features).normal_(std=0.02)
         self.weight = nn.Parameter(_own_slice(whole, 1, group))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         # end of answer
@@ -228,7 +247,10 @@ class RowParallelLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, group: ProcessGroup, input_is_parallel: bool = True
     ) -> "RowParallelLinear":
-        """This rank's part of a dense layer that is the same on every rank, in copies of its own."""
+        """This rank's part of a dense layer that is the same on every rank, in copies of its own.
+
+        Dtype and device are the dense layer's, and a bias is there if it has one.
+        """
         # answer
         out_features, in_features = linear.weight.shape
         bias = linear.bias is not None
@@ -242,7 +264,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """This rank's slice (..., in/n) of x to the whole (..., out), the same on every rank.
 
-        With input_is_parallel False, x is the whole (..., in), and each rank takes its slice.
+        With input_is_parallel False, x is the whole (..., in), and each rank takes its slice: then the
+        gradient of x is whole, too.
         """
         # answer
         x = x if self.input_is_parallel else scatter_to_group(x, self.group)
@@ -254,8 +277,10 @@ class RowParallelLinear(nn.Module):
 def share_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device | str = "cpu") -> Dropout:
     """Make this dropout drop the same elements on every rank, however the ranks are seeded; returns it.
 
-    It gets a `generator` of its own on `device`, seeded with a number that the group's rank 0 draws and
-    everyone receives. Two dropouts that are shared one after the other get different seeds.
+    It gets a `generator` of its own on `device`, seeded with a number that the group's rank 0 draws from
+    torch's global stream and everyone receives; with p = 0 it needs none. Two dropouts that are shared one
+    after the other get different seeds. The ranks' other random numbers stay as they were seeded, and at a
+    call of the dropout nothing is sent.
     """
     # answer
     if dropout.p == 0.0:
@@ -270,11 +295,11 @@ def share_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device | 
 def tensor_parallel_mlp(mlp: MLP, group: ProcessGroup) -> MLP:
     """Cut an MLP that is the same on every rank: column, GELU, row. Changes and returns the given one.
 
-    Each rank computes 4h/n of the hidden features. One all-reduce forward, one backward, and no other.
-    The dropout after the sum drops the same elements on every rank.
+    Each rank computes 4h/n of the hidden features, the r-th slice. One all-reduce forward, one backward, and
+    no other. The dropout after the sum drops the same elements on every rank.
 
     Raises:
-        ValueError: 4h does not divide by the number of ranks.
+        ValueError: 4h does not divide by the number of ranks; nothing was changed.
     """
     # answer
     mlp.c_fc = ColumnParallelLinear.from_linear(mlp.c_fc, group=group)
@@ -310,17 +335,17 @@ def tensor_parallel_attention(attention: CausalSelfAttention, group: ProcessGrou
 class VocabParallelEmbedding(nn.Module):
     """A token table of which rank r holds the r-th slice of the rows.
 
-    `weight` (rows, h). A vocabulary that does not divide is padded: every rank has ceil(v/n) rows, and
-    the last ones of all, which no token uses, are zero. (Leaving the last rank fewer rows is as good.)
-    Built directly, the rows follow torch's global seed, and the ranks' slices differ, also when the ranks
-    are seeded alike.
+    `weight` (rows, h), rows at most ceil(v/n): a vocabulary that does not divide is padded, or leaves some
+    ranks fewer rows. Built directly, the ranks' rows are one table that starts as GPT-2's does: random, with
+    a standard deviation of 0.02, by torch's global seed. No two ranks have the same rows, also when they are
+    seeded alike, and such ranks go on with the same random numbers.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, group: ProcessGroup) -> None:
         # answer
         super().__init__()
         self.group = group
-        whole = nn.Embedding(num_embeddings, embedding_dim).weight.detach()
+        whole = torch.empty(num_embeddings, embedding_dim).normal_(std=0.02)
         self.weight = nn.Parameter(self._own_rows(whole, group))
         # end of answer
 
@@ -342,7 +367,10 @@ class VocabParallelEmbedding(nn.Module):
         # end of answer
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Tokens of any shape, the same on every rank, to (..., h): their rows, whole on every rank."""
+        """Tokens of any shape, the same on every rank, to (..., h): their rows, whole on every rank.
+
+        One all-reduce forward, nothing backward. The tokens are not changed.
+        """
         # answer
         idx = idx - self.group.rank() * self.weight.size(0)
         elsewhere = (idx < 0) | (idx >= self.weight.size(0))
@@ -355,9 +383,10 @@ def vocab_parallel_cross_entropy(logits_shard: Tensor, targets: Tensor, group: P
     """Mean cross entropy in nats over the targets that are not -1, from logits cut along the vocabulary.
 
     logits_shard (N, v/n): rank r has the r-th slice of the vocabulary; targets (N,) are the same on every
-    rank. The result is the same scalar on every rank, and its gradient reaches each rank's shard. Three
-    numbers a token travel: the largest logit, the sum of exponentials, the target's logit. A column of
-    -inf is a word that does not exist.
+    rank. The result is the same scalar on every rank, and its gradient reaches each rank's shard. No more
+    than a few numbers a token travel (three: the largest logit, the sum of exponentials, the target's
+    logit), and the full logits never exist. Logits of 100 overflow nothing. A column of -inf is a word that
+    does not exist. Logits and targets are not changed.
     """
     # answer
     vocabulary = logits_shard.size(-1)
@@ -414,7 +443,10 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     With targets the logits are this rank's part of the vocabulary, (b, s, rows); without targets they
     are whole, (b, 1, v), and equal on every rank, so that `generate` works (on ranks that are seeded
     alike, if it samples). After `loss.backward()` every gradient is complete, and the same on every rank
-    where the parameter is replicated. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
+    where the parameter is replicated. Every matrix of attention and MLP and the token table are cut.
+    Parameter names stay GPT's; `lm_head` and `wte` stay tied. Two all-reduces of (b, s, h) a block each
+    way, one more for the vocabulary, and no logits. A dropout after a sum drops the same elements on every
+    rank, however the ranks are seeded.
 
     Raises:
         ValueError: n_head does not divide by the number of ranks; nothing was changed.

@@ -25,7 +25,7 @@ def small_config(trial: Trial, **changes) -> dict:
         "vocab_size": 48,
         "n_layer": 2,
         "n_head": 12,
-        "n_embd": 12 * trial.choice([2, 3]),
+        "n_embd": 12 * trial.choice([5, 7]),
         "dropout": 0.0,
         "bias": True,
     }

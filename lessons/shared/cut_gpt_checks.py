@@ -34,13 +34,19 @@ def own_words(seen: SimpleNamespace, ranges: list[tuple[int, int]], whole: Tenso
     return [whole.narrow(dim, first, size) for first, size in ranges]
 
 
-def names_stay(trial: Trial, seen: SimpleNamespace) -> None:
-    """No parameter of the dense model is missing."""
-    for rank, held in enumerate(each_rank(seen, "weights")):
-        missing = sorted(set(seen.weights) - set(held) - set(TABLE))
+def given_one_is_changed(trial: Trial, seen: SimpleNamespace) -> None:
+    """The model that was given came back, with GPT's names."""
+    for rank, result in enumerate(seen.results):
         trial.require(
-            not missing,
-            f"these parameters are missing: {', '.join(missing)}",
+            result["changed"],
+            "another model came back than the one that was given",
+            help="Change the given model and return it: an optimizer may hold its replicated parameters.",
+            rank=rank,
+        )
+        odd = sorted((set(seen.weights) ^ set(result["weights"])) - set(TABLE))
+        trial.require(
+            not odd,
+            f"these parameters are missing, or new: {', '.join(odd)}",
             help="Parameter names stay GPT's.",
             rank=rank,
         )

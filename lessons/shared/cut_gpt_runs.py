@@ -11,19 +11,26 @@ from nanogpt.model import GPT, GPTConfig
 from .cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, tied, train
 
 
-def built(rank, function: str, config: dict, weights: dict, probability_dropout: bool = True) -> nn.Module:
-    """On a rank: the dense model with the judge's weights, given to the learner's function."""
+def dense_on(rank, config: dict, weights: dict) -> GPT:
+    """On a rank: the dense model with the judge's weights."""
     model = GPT(GPTConfig(**config))
     model.load_state_dict(weights, strict=False)  # the tied table comes once
+    return model.to(rank.device)
+
+
+def built(rank, function: str, config: dict, weights: dict, probability_dropout: bool = True) -> nn.Module:
+    """On a rank: the dense model, given to the learner's function."""
+    model = dense_on(rank, config, weights)
     if not probability_dropout:
         for block in model.transformer.h:
             block.attn.core.dropout = 0.0
-    return getattr(rank.submission, function)(model.to(rank.device), rank.group)
+    return getattr(rank.submission, function)(model, rank.group)
 
 
 def two_passes(rank, function: str, config: dict, weights: dict, idx: Tensor, targets: Tensor) -> dict:
     """On a rank: one recorded step, what it left, a second backward, and the logits without targets."""
-    model = built(rank, function, config, weights)
+    given = dense_on(rank, config, weights)
+    model = getattr(rank.submission, function)(given, rank.group)
     with rank.record() as recording:
         logits, loss = model(idx, targets)
         recording.mark(BACKWARD)
@@ -36,7 +43,7 @@ def two_passes(rank, function: str, config: dict, weights: dict, idx: Tensor, ta
         last, none = model(idx)
     return {
         "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
-        "tied": tied(model), "twice": twice, "recording": recording, **held,
+        "tied": tied(model), "changed": model is given, "twice": twice, "recording": recording, **held,
     }  # fmt: skip
 
 

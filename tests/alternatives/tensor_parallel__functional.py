@@ -85,7 +85,7 @@ class ColumnParallelLinear(nn.Module):
         self.group, self.gather_output = group, gather_output
         own = torch.Generator().manual_seed(int(torch.randint(2**40, ())) + group.rank())
         shard = torch.empty(out_features // group.size(), in_features)
-        self.weight = nn.Parameter(shard.normal_(std=in_features**-0.5, generator=own))
+        self.weight = nn.Parameter(shard.normal_(std=0.02, generator=own))
         self.bias = nn.Parameter(torch.zeros(out_features // group.size())) if bias else None
 
     @classmethod
@@ -110,7 +110,7 @@ class RowParallelLinear(nn.Module):
         self.group, self.input_is_parallel = group, input_is_parallel
         own = torch.Generator().manual_seed(int(torch.randint(2**40, ())) + group.rank())
         shard = torch.empty(out_features, in_features // group.size())
-        self.weight = nn.Parameter(shard.normal_(std=in_features**-0.5, generator=own))
+        self.weight = nn.Parameter(shard.normal_(std=0.02, generator=own))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     @classmethod
@@ -188,7 +188,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group = group
         self.first, size = rows_of(num_embeddings, group)
         own = torch.Generator().manual_seed(int(torch.randint(2**40, ())) + group.rank())
-        self.weight = nn.Parameter(torch.empty(size, embedding_dim).normal_(generator=own))
+        self.weight = nn.Parameter(torch.empty(size, embedding_dim).normal_(std=0.02, generator=own))
 
     @classmethod
     def from_embedding(cls, embedding, *, group):

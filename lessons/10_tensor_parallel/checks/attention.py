@@ -1,8 +1,8 @@
 """The attention, by heads."""
 
 import copy
+import math
 from types import SimpleNamespace
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from grader.checks import (
 )
 from lessons_shared.cut_gpt import (
     fused_of,
+    head_orders,
     heads_of,
     own_part,
     shape_of,
@@ -27,7 +28,14 @@ from lessons_shared.refusals import refused, undividable
 from lessons_shared.wire import computes_a_share
 from nanogpt.model import CausalSelfAttention, GPTConfig
 
-from .branches import BRANCHES, branch_communication, branch_dropout, branch_output, branch_refusal_probe
+from .branches import (
+    BRANCHES,
+    branch_communication,
+    branch_dropout,
+    branch_output,
+    branch_refusal_probe,
+    given_one_is_changed,
+)
 from .shared import SIZES
 
 exercise(
@@ -44,22 +52,60 @@ exercise(
 )
 
 
-def wrong_rows(trial: Trial, whole: dict, held: dict, rank: int) -> NoReturn:
-    """End the check: say how the rows of this rank's c_attn are wrong."""
-    n = trial.num_ranks
-    weight = whole["c_attn.weight"]
-    if row_order(held["c_attn.weight"], heads_of(weight, rank, n)) is not None:
+def wrong_rows(trial: Trial, seen: SimpleNamespace) -> None:
+    """End the check if the rows of c_attn are not those of a rank's heads: say which they are."""
+    n, whole = trial.num_ranks, seen.weights["c_attn.weight"]
+    held = each_rank(seen, "weights", "c_attn.weight")
+    right = [row_order(own, heads_of(whole, rank, n)) is not None for rank, own in enumerate(held)]
+    rank = next((r for r in range(n) if not right[r]), None)
+    if rank is None:
+        rank = next(
+            r for r, order in enumerate(head_orders(seen.weights, each_rank(seen, "weights"))) if not order
+        )
         message = "c_attn.weight holds the right rows, and c_attn.bias does not: it was cut in another order"
         trial.wrong(message, help="Reorder the bias as you reorder the rows, then cut both.", rank=rank)
-    contiguous = row_order(held["c_attn.weight"], own_part(weight, 0, rank, n)) is not None
+    size, heads = seen.config["n_embd"] // seen.config["n_head"], seen.config["n_head"]
+    own = range(heads // n * rank, heads // n * (rank + 1))
     trial.wrong(
-        "c_attn was cut contiguously, as one matrix: rank 0 got queries where it needs queries, "
-        "keys and values of its heads"
-        if contiguous
-        else "the rows of c_attn are not this rank's heads of q, of k and of v (bias included)",
+        f"c_attn has {heads_told(held[rank], whole, size)} (bias apart); needed are the heads "
+        f"{own[0]} to {own[-1]} of each",
+        cause=next((cause for cause, cut in other_cuts(whole, size, n).items() if are_rows(held, cut)), ""),
         help="Cut q, k and v each by heads, and join this rank's three parts.",
         rank=rank,
     )
+
+
+def other_cuts(whole: Tensor, size: int, n: int) -> dict[str, list[Tensor]]:
+    """Ways to cut the rows q|k|v that are not by contiguous heads: by cause, each rank's rows."""
+    by_head = [part.unflatten(0, (-1, size)) for part in whole.chunk(3)]
+    return {
+        "c_attn was cut contiguously, as one matrix": parts(whole, 0, n),
+        "every n-th head, where contiguous ones belong": [
+            torch.cat([part[r::n].flatten(0, 1) for part in by_head]) for r in range(n)
+        ],
+        "the first rank's heads on every rank": [heads_of(whole, 0, n)] * n,
+        "every n-th row, and so a part of every head": [whole[r::n] for r in range(n)],
+    }
+
+
+def are_rows(held: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether every rank has these rows, in whichever order."""
+    return all(row_order(own, rows) is not None for own, rows in zip(held, expected, strict=True))
+
+
+def heads_told(own: Tensor, whole: Tensor, size: int) -> str:
+    """Which heads' rows these are, such as `of q the heads [0, 1], of k [0], of v none`."""
+    origin = torch.cdist(own.double(), whole.double()).argmin(dim=1)
+    if not torch.allclose(own, whole[origin], atol=1e-6):
+        return "rows that are not in the dense c_attn"
+    per_part = len(whole) // 3
+    told = []
+    for number, name in enumerate("qkv"):
+        rows = origin[origin // per_part == number] % per_part
+        heads = sorted(set((rows // size).tolist()))
+        is_whole = len(rows) == size * len(heads)
+        told.append(f"of {name} {'' if is_whole else 'parts of '}{heads if heads else 'none'}")
+    return f"the heads {', '.join(told)}"
 
 
 @check("tensor_parallel_attention")
@@ -67,15 +113,14 @@ def heads_are_cut_by_rank(trial: Trial) -> None:
     """Rank r holds the r-th heads of queries, keys and values, and those columns of c_proj."""
     n = trial.num_ranks
     for seen in trial.once(BRANCHES["tensor_parallel_attention"]).values():
-        fused = fused_of(seen.weights)
-        for rank, weights in enumerate(each_rank(seen, "weights")):
-            h = seen.x.size(-1)
+        h = seen.x.size(-1)
+        given_one_is_changed(trial, seen)
+        for weights in each_rank(seen, "weights"):
             trial.equal("the shape of c_attn.weight", shape_of(weights.get("c_attn.weight")), (3 * h // n, h))
             if "c_attn.bias" in seen.weights:
                 trial.equal("the shape of c_attn.bias", shape_of(weights.get("c_attn.bias")), (3 * h // n,))
-            own = fused_of(weights)
-            if row_order(own, heads_of(fused, rank, n)) is None:
-                wrong_rows(trial, seen.weights, weights, rank)
+        if None in head_orders(seen.weights, each_rank(seen, "weights")):
+            wrong_rows(trial, seen)
         columns = parts(seen.weights["c_proj.weight"], 1, n)
         trial.close("c_proj.weight", each_rank(seen, "weights", "c_proj.weight"), columns)
         stand_alone(trial, seen.results)
@@ -110,9 +155,29 @@ def attention_output_is_the_dense_one(trial: Trial) -> None:
         return {
             "queries, keys and values mixed up: the fused c_attn was cut contiguously as one matrix": mixed,
             "this rank's heads alone: nothing was summed over the ranks": own,
-        }
+        } | scaled_otherwise(attention, seen.x, n)
 
     branch_output(trial, "tensor_parallel_attention", partial)
+
+
+def scaled_otherwise(attention: CausalSelfAttention, x: Tensor, n: int) -> dict[str, Tensor]:
+    """The dense output, if the scores are divided by something else than the root of the head size."""
+    h, size = x.size(-1), attention.head_size
+    found = {}
+    for told, divisor in (
+        ("not divided at all", 1.0),
+        ("divided by the head size, not by its root", size),
+        ("divided by the root of the width h, not of the head size", math.sqrt(h)),
+        ("divided by the root of h/n, not of the head size", math.sqrt(h / n)),
+        ("divided by the root of a head size of h·n/a", math.sqrt(size * n)),
+        ("divided by the root of a head size of h/(a·n)", math.sqrt(size / n)),
+    ):
+        layer = copy.deepcopy(attention)
+        with torch.no_grad():
+            for parameter in layer.c_attn.parameters():
+                parameter[:h] *= math.sqrt(size) / divisor
+            found[f"the scores are {told}"] = layer(x.double())
+    return found
 
 
 @check("tensor_parallel_attention")

@@ -34,16 +34,21 @@ def branch_probe(rank, name: str, cases: list) -> list[dict]:
 
 
 def one_branch(rank, name: str, config: dict, weights: dict, x: Tensor, upstream: Tensor) -> dict:
-    branch = BRANCH[name][0](GPTConfig(**config))
-    branch.load_state_dict(weights)
-    branch.to(rank.device)
-    branch = getattr(rank.submission, name)(branch, rank.group)
+    given = BRANCH[name][0](GPTConfig(**config))
+    given.load_state_dict(weights)
+    branch = getattr(rank.submission, name)(given.to(rank.device), rank.group)
     x = x.clone().requires_grad_()
     with rank.record() as recording:
         y = branch(x)
         recording.mark(BACKWARD)
         backward(y, upstream)
-    return {"output": y, "gradient": x.grad, "recording": recording, **describe(branch)}
+    return {
+        "output": y,
+        "gradient": x.grad,
+        "recording": recording,
+        "changed": branch is given,
+        **describe(branch),
+    }
 
 
 def dense_branch(branch: nn.Module, x: Tensor, upstream: Tensor) -> SimpleNamespace:
@@ -79,6 +84,24 @@ def branch_case(trial: Trial, name: str, bias: bool) -> SimpleNamespace:
 
 
 BRANCHES = {name: observe_branch(name) for name in BRANCH}
+
+
+def given_one_is_changed(trial: Trial, seen: SimpleNamespace) -> None:
+    """The module that was given came back, with parameters of the dense one's names."""
+    for rank, result in enumerate(seen.results):
+        trial.require(
+            result["changed"],
+            "another module came back than the one that was given",
+            help="Replace the layers of the given module, and return it: who holds it would see no change.",
+            rank=rank,
+        )
+        odd = sorted(set(result["weights"]) ^ set(seen.weights))
+        trial.require(
+            not odd,
+            f"the dense one has not these parameters, or has them alone: {', '.join(odd)}",
+            help="c_fc, c_attn and c_proj keep their names, and have a bias if the dense layers have one.",
+            rank=rank,
+        )
 
 
 def branch_output(trial: Trial, name: str, partial) -> None:

@@ -2,6 +2,9 @@
 
 from types import SimpleNamespace
 
+import torch
+from torch import Tensor, nn
+
 from grader.checks import (
     BACKWARD,
     Trial,
@@ -9,13 +12,13 @@ from grader.checks import (
     each_rank,
     exercise,
     parts,
-    stand_alone,
 )
 from lessons_shared.refusals import refused, undividable
 from lessons_shared.wire import computes_a_share, nothing_travels
 
-from .linears import LINEAR, built_directly, linear_refusal_probe, weight_alternatives
-from .shared import SIZES, gather_costs, one_all_reduce
+from .linears import LINEAR, copies, dtype_stays, linear_refusal_probe, weight_alternatives
+from .shared import SIZES, gather_costs, one_all_reduce, used_twice, uses_add_up
+from .starts import is_zero, starts_as_slices
 
 exercise(
     "ColumnParallelLinear",
@@ -50,9 +53,14 @@ def weight_is_this_ranks_rows(trial: Trial) -> None:
 
 @check("ColumnParallelLinear")
 def column_shards_stand_alone(trial: Trial) -> None:
-    """The shards are tensors of their own, not views that keep the whole weight alive."""
-    for seen in trial.once(LINEAR["ColumnParallelLinear"]).values():
-        stand_alone(trial, seen.results)
+    """`from_linear` copies: no views that keep the whole weight alive, and no bias where there was none."""
+    copies(trial, "ColumnParallelLinear")
+
+
+@check("ColumnParallelLinear", world_sizes=(2,), subgroup=False)
+def column_keeps_the_dtype(trial: Trial) -> None:
+    """`from_linear` keeps the dense layer's dtype."""
+    dtype_stays(trial, "ColumnParallelLinear")
 
 
 @check("ColumnParallelLinear")
@@ -108,6 +116,25 @@ def input_gradient_is_whole(trial: Trial) -> None:
         )
 
 
+def shared_use_probe(rank, weight: Tensor, x: Tensor, upstream: Tensor, beside: Tensor) -> dict:
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device=rank.device)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    layer = rank.submission.ColumnParallelLinear.from_linear(linear, group=rank.group)
+    return {"gradient": used_twice(layer, x, upstream, beside)}
+
+
+@check("ColumnParallelLinear", world_sizes=(2, 4), subgroup=False)
+def only_its_own_use_of_x_is_summed(trial: Trial) -> None:
+    """What else x is used for is not summed over the ranks."""
+    n, width = trial.num_ranks, trial.integer(5, 9)
+    weight, x, beside = trial.normal(3 * n, width), trial.normal(4, width), trial.normal(4, width)
+    upstream = trial.normal(4, 3 * n)
+    runs = [(weight, x, part, beside) for part in parts(upstream, -1, n)]
+    results = trial.run(shared_use_probe, per_rank=runs)
+    uses_add_up(trial, results, upstream.double() @ weight.double(), beside)
+
+
 def column_gradients(trial: Trial, seen: SimpleNamespace) -> None:
     n = trial.num_ranks
     for name, whole in (("weight", seen.dense.weight), ("bias", seen.dense.bias)):
@@ -153,9 +180,11 @@ def column_computes_its_share(trial: Trial) -> None:
 
 
 @check("ColumnParallelLinear", world_sizes=(2, 1, 4), subgroup=False)
-def column_starts_sensibly(trial: Trial) -> None:
-    """Built directly it has its shard of random weights."""
-    built_directly(trial, "ColumnParallelLinear")
+def column_starts_as_slices(trial: Trial) -> None:
+    """Built directly, the ranks' weights are the slices of one random layer: no two ranks have the same."""
+    n = trial.num_ranks
+    results = starts_as_slices(trial, "ColumnParallelLinear", (48, 24 * n), (24, 48))
+    is_zero(trial, "the initial bias", [result["first"].get("bias") for result in results], 24)
 
 
 @check("ColumnParallelLinear", world_sizes=(2, 4), subgroup=False)

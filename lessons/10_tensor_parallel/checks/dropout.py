@@ -104,7 +104,16 @@ def rate_and_scale_are_right(trial: Trial) -> None:
             rank=rank,
         )
         values = mask[mask != 0]
-        trial.close("what stays of ones", values, torch.full_like(values, 1 / (1 - seen.probability)))
+        trial.close(
+            "what stays of ones",
+            values,
+            torch.full_like(values, 1 / (1 - seen.probability)),
+            alternatives={
+                "what stays was not scaled: the sum over the elements shrinks": torch.ones_like(values),
+                "scaled by 1/p, where 1/(1-p) belongs": torch.full_like(values, 1 / seen.probability),
+                "scaled by 1-p, where 1/(1-p) belongs": torch.full_like(values, 1 - seen.probability),
+            },
+        )
         trial.close("the output in eval mode", result["asleep"], torch.ones(*seen.shape))
 
 

@@ -23,6 +23,7 @@ from lessons_shared.refusals import undividable
 from lessons_shared.wire import nothing_travels
 
 from .shared import SIZES, one_all_reduce
+from .starts import starts_as_slices
 
 exercise(
     "VocabParallelEmbedding",
@@ -103,10 +104,17 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
                 help="Cut the rows; a padded vocabulary has ceil(v/n) of them on every rank.",
                 rank=rank,
             )
+        held = each_rank(seen, "weight")
+        every_nth = [seen.table[r::n] for r in range(n)]
         trial.require(
-            row_ranges(seen.table, each_rank(seen, "weight")) is not None,
+            row_ranges(seen.table, held) is not None,
             f"the ranks' rows, joined in rank order, are not the table's ({name}: {size} rows)",
             help="Rank 0 has the first rows, rank 1 the next: contiguous, and none missing at the end.",
+            cause="every n-th row, where contiguous ones belong"
+            if all(torch.equal(own[: len(rows)], rows) for own, rows in zip(held, every_nth, strict=True))
+            else "the first rank's rows on every rank"
+            if all(torch.equal(own, held[0]) for own in held)
+            else "",
         )
         stand_alone(trial, seen.results)
 
@@ -185,24 +193,7 @@ def embedding_sends_one_all_reduce_forward(trial: Trial) -> None:
         nothing_travels(trial, seen, BACKWARD, "The gradient of the output is on every rank already.")
 
 
-def direct_embedding_probe(rank, size: int, width: int) -> dict:
-    """A table built directly."""
-    layer = rank.submission.VocabParallelEmbedding(size, width, group=rank.group)
-    return {"weight": layer.weight.detach(), "output": layer(torch.arange(size, device=rank.device))}
-
-
 @check("VocabParallelEmbedding", world_sizes=(2, 1, 4), subgroup=False)
-def embedding_starts_sensibly(trial: Trial) -> None:
-    """Built directly it has its rows of a random table."""
-    n = trial.num_ranks
-    size = 8 * n
-    results = trial.run(direct_embedding_probe, size, 16)
-    whole = torch.cat([result["weight"] for result in results])
-    trial.equal("the shape of all rows joined", tuple(whole.shape), (size, 16))
-    trial.close("the rows of all tokens", [result["output"] for result in results], whole)
-    spread = whole.double().std().item()
-    trial.require(
-        0.005 < spread < 3.0,
-        f"the standard deviation of the initial rows is {spread:.3g}; 1 (as nn.Embedding) or 0.02 (as GPT-2) "
-        "is expected",
-    )
+def embedding_starts_as_rows(trial: Trial) -> None:
+    """Built directly, the ranks' rows are those of one random table: no two ranks have the same."""
+    starts_as_slices(trial, "VocabParallelEmbedding", (24 * trial.num_ranks, 48), (24, 48))

@@ -1,5 +1,6 @@
 """The loss over a cut vocabulary."""
 
+import math
 from types import SimpleNamespace
 
 import torch
@@ -67,7 +68,8 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     plain, some, last, large, padded = (logits() for _ in range(5))
     ignored = trial.tokens(v, len(some))
     ignored[: trial.integer(2, len(some) - 2)] = -1
-    offset = 500.0 * torch.arange(len(large)).unsqueeze(1)
+    # exp(100) is too much for fp32 and exp(-100) too little; 500 would be rounded by more than the tolerance
+    offset = 100.0 * torch.tensor([1.0, -1.0]).repeat(len(large))[: len(large)].unsqueeze(1)
     missing = trial.integer(2, share if n > 1 else share // 2)  # at most the last rank's; some words are left
     padded[:, v - missing :] = float("-inf")
     return {
@@ -122,6 +124,12 @@ def softmax_part(logits: Tensor, targets: Tensor, factor: float) -> Tensor:
     return factor * logits.softmax(-1) * counted.unsqueeze(1) / counted.sum()
 
 
+def through_the_largest(logits: Tensor, gradient: Tensor) -> Tensor:
+    """A rank's gradient if its largest logit of each row gets what subtracting it from all of them gives."""
+    largest = logits.argmax(dim=1, keepdim=True)
+    return gradient.scatter_add(1, largest, -gradient.sum(dim=1, keepdim=True))
+
+
 def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
     logits, targets = seen.logits.double(), seen.targets
     counted = targets != -1
@@ -136,6 +144,8 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
         "divided by all targets, ignored ones too": each.sum() / len(targets),
         "ignored targets (-1) were counted as if they were token 0": zeroed.mean(),
         "the sum over the targets, where the mean belongs": each.sum(),
+        "in bits: the logarithm to the base 2, where the natural one belongs": each.sum()
+        / (math.log(2) * counted.sum()),
         "the sum of exponentials of this rank's part alone": mine,
     }
 
@@ -151,7 +161,7 @@ def loss_is_the_dense_one(trial: Trial) -> None:
 
 @check("vocab_parallel_cross_entropy")
 def loss_is_stable(trial: Trial) -> None:
-    """Logits in the thousands, and columns of -inf, give the right loss and gradient: no inf, no NaN."""
+    """Logits of 100 and -100, and columns of -inf, give the right loss and gradient: no inf, no NaN."""
     for name in ("large logits", "padded vocabulary"):
         seen = trial.once(observe_entropy)[name]
         help = "Subtract the largest logit of the whole row, over all ranks, before exp."
@@ -161,7 +171,7 @@ def loss_is_stable(trial: Trial) -> None:
 
 def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
     n = trial.num_ranks
-    own = parts(seen.gradient, -1, n)
+    own, logits = parts(seen.gradient, -1, n), parts(seen.logits, -1, n)
     trial.close(
         f"the gradient of the logits ({name})",
         each_rank(seen, "gradient"),
@@ -169,6 +179,9 @@ def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
         alternatives={
             "n times too large: backward summed over the ranks": [n * g for g in own],
             "the target's part is missing: only the softmax is there": parts(seen.softmax, -1, n),
+            "backward goes through the largest logit as well, which is a constant: detach it": [
+                through_the_largest(shard, g) for shard, g in zip(logits, own, strict=True)
+            ],
         },
         help="softmax minus one at the target, divided by the number of counted targets.",
     )

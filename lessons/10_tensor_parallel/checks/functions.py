@@ -10,7 +10,7 @@ from lessons_shared.pairs import Pairs
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import nothing_travels
 
-from .shared import SIZES, gather_costs, one_all_reduce
+from .shared import SIZES, gather_costs, one_all_reduce, used_twice, uses_add_up
 
 exercise(
     "copy_to_group",
@@ -62,10 +62,10 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
     large, small = (*shape, n * width), (*shape, width)
 
     def alike(sizes: tuple) -> list[Tensor]:
-        return [trial.normal(*sizes).to(dtype)] * n
+        return [trial.normal(*sizes, dtype=torch.float64).to(dtype)] * n
 
     def different(sizes: tuple) -> list[Tensor]:
-        return [trial.normal(*sizes).to(dtype) for _ in range(n)]
+        return [trial.normal(*sizes, dtype=torch.float64).to(dtype) for _ in range(n)]
 
     def summed(tensors: list[Tensor]) -> list[Tensor]:
         return [sum(tensor.double() for tensor in tensors)] * n
@@ -112,6 +112,21 @@ def gradient_is_summed_over_ranks(trial: Trial) -> None:
         },
         help="Every rank used x for another part of the work: add up what they found, in backward.",
     )
+
+
+def shared_use_probe(rank, x: Tensor, upstream: Tensor, beside: Tensor) -> dict:
+    def use(handed: Tensor) -> Tensor:
+        return rank.submission.copy_to_group(handed, rank.group)
+
+    return {"gradient": used_twice(use, x, upstream, beside)}
+
+
+@check("copy_to_group", world_sizes=(2, 4), subgroup=False)
+def other_uses_of_x_are_not_summed(trial: Trial) -> None:
+    """What else x is used for, such as a residual connection, is not summed over the ranks."""
+    x, beside, *upstreams = (trial.normal(4, 7) for _ in range(2 + trial.num_ranks))
+    results = trial.run(shared_use_probe, per_rank=[(x, upstream, beside) for upstream in upstreams])
+    uses_add_up(trial, results, sum(u.double() for u in upstreams), beside)
 
 
 @check("copy_to_group")

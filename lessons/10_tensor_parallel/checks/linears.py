@@ -1,7 +1,5 @@
 """What column- and row-parallel layers have in common: the cases, the run, the start."""
 
-import math
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -13,18 +11,17 @@ from grader.checks import (
     Trial,
     backward,
     parts,
+    stand_alone,
     storage_bytes,
 )
 from lessons_shared.cut_gpt import (
     own_part,
-    shape_of,
 )
 from lessons_shared.refusals import refusal_of
 
 
-def linear_probe(rank, kind: str, cases: list[dict]) -> dict:
-    results = [one_linear(rank, getattr(rank.submission, kind), case) for case in cases]
-    return {"cases": results}
+def linear_probe(rank, kind: str, cases: list[dict]) -> list[dict]:
+    return [one_linear(rank, getattr(rank.submission, kind), case) for case in cases]
 
 
 def one_linear(rank, layer_class: type, case: dict) -> dict:
@@ -89,7 +86,7 @@ def observe_linear(kind: str):
         results = trial.run(linear_probe, kind, per_rank=runs)
         seen = {}
         for number, case in enumerate(cases):
-            mine = [result["cases"][number] for result in results]
+            mine = [result[number] for result in results]
             seen[case["name"]] = SimpleNamespace(results=mine, dense=case["dense"], **case["drawn"])
         return seen
 
@@ -137,49 +134,40 @@ def weight_alternatives(weight: Tensor, dim: int, n: int) -> dict[str, list[Tens
     return found
 
 
-def initial_probe(rank, kind: str, in_features: int, out_features: int, seed: int) -> dict:
-    """A layer built directly on ranks that are seeded alike."""
-    build = partial(getattr(rank.submission, kind), in_features, out_features, group=rank.group)
-    rank.seed(seed)
-    layer, bare = build(), build(bias=False)
-    return {
-        "weights": {name: p.detach() for name, p in layer.named_parameters()},
-        "without_bias": sorted(name for name, _ in bare.named_parameters()),
-        "held": {name: storage_bytes([p]) for name, p in layer.named_parameters()},
-    }
-
-
-def built_directly(trial: Trial, kind: str) -> None:
-    n = trial.num_ranks
-    cut, free = 12 * n, 24
-    sizes = (free, cut) if kind == "ColumnParallelLinear" else (cut, free)
-    results = trial.run(initial_probe, kind, *sizes, trial.seed())
-    shape = (12, free) if kind == "ColumnParallelLinear" else (free, 12)
-    bias_size = 12 if kind == "ColumnParallelLinear" else free
-    typical = 1 / math.sqrt(sizes[0])
-    for rank, result in enumerate(results):
-        weight, bias = result["weights"].get("weight"), result["weights"].get("bias")
-        trial.equal("the shape of weight", shape_of(weight), shape)
-        trial.equal("the shape of bias", shape_of(bias), (bias_size,))
-        trial.equal("the parameters without bias", list(result["without_bias"]), ["weight"])
-        spread = weight.double().std().item()
-        trial.require(
-            0.05 * typical < spread < 3 * typical,
-            f"the standard deviation of the initial weight is {spread:.3g}; with {sizes[0]} input features "
-            f"something near {typical:.3g} (as nn.Linear) or 0.02 (as GPT-2) is expected",
-            help="torch.empty holds whatever was there: draw the weight.",
-            rank=rank,
-        )
-        trial.require(
-            bias.double().abs().max().item() <= 2 * typical,
-            "the initial bias is large: it was not set",
-            help="Zero is the usual start.",
-            rank=rank,
-        )
-    if kind == "RowParallelLinear":
-        first = results[0]["weights"]["bias"]
-        trial.close("the initial bias", [r["weights"]["bias"] for r in results], first)
-
-
 def linear_refusal_probe(rank, kind: str, sizes: tuple) -> dict:
     return refusal_of(getattr(rank.submission, kind), *sizes, group=rank.group)
+
+
+def copies(trial: Trial, kind: str) -> None:
+    """What `from_linear` makes stands alone, and has a bias only if the dense layer has one."""
+    for seen in trial.once(LINEAR[kind]).values():
+        expected = {"weight"} if seen.bias is None else {"weight", "bias"}
+        stand_alone(trial, seen.results)
+        for rank, result in enumerate(seen.results):
+            names = set(result["weights"])
+            trial.require(
+                names <= expected,
+                f"the dense layer has no bias, and this one has {', '.join(sorted(names - expected))}",
+                help="from_linear hands over whether there is a bias: linear.bias is None or not.",
+                rank=rank,
+            )
+            trial.require(not result["dense_changed"], "from_linear changed the dense layer", rank=rank)
+
+
+def dtype_probe(rank, kind: str, size: int) -> dict:
+    """What `from_linear` makes of a layer in bfloat16."""
+    linear = nn.Linear(size, size, dtype=torch.bfloat16, device=rank.device)
+    layer = getattr(rank.submission, kind).from_linear(linear, group=rank.group)
+    return {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+
+def dtype_stays(trial: Trial, kind: str) -> None:
+    """A layer in bfloat16 is cut into layers in bfloat16."""
+    for rank, made in enumerate(trial.run(dtype_probe, kind, 4 * trial.num_ranks)):
+        for name, tensor in made.items():
+            trial.require(
+                tensor.dtype == torch.bfloat16,
+                f"{name} is {tensor.dtype}, where the dense layer's is torch.bfloat16",
+                help="Cut the dense layer's own tensors: then the shards have their dtype and device.",
+                rank=rank,
+            )

@@ -19,7 +19,14 @@ from lessons_shared.cut_gpt import (
 from lessons_shared.refusals import refused
 from lessons_shared.wire import computes_a_share
 
-from .branches import BRANCHES, branch_communication, branch_dropout, branch_output, branch_refusal_probe
+from .branches import (
+    BRANCHES,
+    branch_communication,
+    branch_dropout,
+    branch_output,
+    branch_refusal_probe,
+    given_one_is_changed,
+)
 from .shared import SIZES
 
 exercise(
@@ -52,6 +59,7 @@ def mlp_shards_are_slices(trial: Trial) -> None:
     """c_fc.weight is cut along dim 0, c_proj.weight along dim 1, contiguously; no views of the whole."""
     n = trial.num_ranks
     for seen in trial.once(BRANCHES["tensor_parallel_mlp"]).values():
+        given_one_is_changed(trial, seen)
         expected = [mlp_cuts(seen.weights, rank, n) for rank in range(n)]
         for name in expected[0]:
             trial.close(

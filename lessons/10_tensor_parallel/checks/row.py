@@ -11,13 +11,13 @@ from grader.checks import (
     each_rank,
     exercise,
     parts,
-    stand_alone,
 )
 from lessons_shared.refusals import refused, undividable
 from lessons_shared.wire import computes_a_share, nothing_travels
 
-from .linears import LINEAR, built_directly, linear_refusal_probe, weight_alternatives
+from .linears import LINEAR, copies, dtype_stays, linear_refusal_probe, weight_alternatives
 from .shared import SIZES, gather_costs, one_all_reduce
+from .starts import is_zero, starts_as_slices
 
 exercise(
     "RowParallelLinear",
@@ -58,9 +58,14 @@ def weight_is_this_ranks_columns(trial: Trial) -> None:
 
 @check("RowParallelLinear")
 def row_shards_stand_alone(trial: Trial) -> None:
-    """The shards are tensors of their own, not views that keep the whole weight alive."""
-    for seen in trial.once(LINEAR["RowParallelLinear"]).values():
-        stand_alone(trial, seen.results)
+    """`from_linear` copies: no views that keep the whole weight alive, and no bias where there was none."""
+    copies(trial, "RowParallelLinear")
+
+
+@check("RowParallelLinear", world_sizes=(2,), subgroup=False)
+def row_keeps_the_dtype(trial: Trial) -> None:
+    """`from_linear` keeps the dense layer's dtype."""
+    dtype_stays(trial, "RowParallelLinear")
 
 
 def row_output(trial: Trial, seen: SimpleNamespace, name: str) -> None:
@@ -178,9 +183,10 @@ def row_computes_its_share(trial: Trial) -> None:
 
 
 @check("RowParallelLinear", world_sizes=(2, 1, 4), subgroup=False)
-def row_starts_sensibly(trial: Trial) -> None:
-    """Built directly it has its shard of random weights, and the same bias on all ranks."""
-    built_directly(trial, "RowParallelLinear")
+def row_starts_as_slices(trial: Trial) -> None:
+    """Built directly, the ranks' weights are the slices of one random layer: no two ranks have the same."""
+    results = starts_as_slices(trial, "RowParallelLinear", (24 * trial.num_ranks, 48), (48, 24))
+    is_zero(trial, "the initial bias", [result["first"].get("bias") for result in results], 48)
 
 
 @check("RowParallelLinear", world_sizes=(2, 4), subgroup=False)

@@ -1,6 +1,10 @@
 """What the checks of this lesson share: what one all-reduce costs, and one all-gather."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+
+import torch
+from torch import Tensor
 
 from grader.checks import Trial, each_rank, told
 from lessons_shared.wire import where, wire_bytes
@@ -56,3 +60,28 @@ def gather_costs(trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes: i
             help="Each part has to reach each rank once: dist.all_gather.",
             rank=rank,
         )
+
+
+def used_twice(use: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor, beside: Tensor) -> Tensor | None:
+    """On a rank: the gradient of an x that is used, and that something else needs as well."""
+    leaf = x.clone().requires_grad_()
+    handed = leaf * 1.0
+    y = use(handed)
+    if isinstance(y, Tensor) and y.requires_grad and y.shape == upstream.shape:
+        torch.autograd.backward([y, handed], [upstream, beside])
+    return leaf.grad
+
+
+def uses_add_up(trial: Trial, results: list[dict], summed: Tensor, beside: Tensor) -> None:
+    """The gradient of x is that of all ranks' uses, and once what came from elsewhere."""
+    n, summed, beside = trial.num_ranks, summed.double(), beside.double()
+    trial.close(
+        "the gradient of an x that a residual connection uses, too",
+        [result["gradient"] for result in results],
+        summed + beside,
+        alternatives={
+            "the residual connection's part was summed over the ranks as well, where each of them has all of "
+            "it: the sum stands on x itself": summed + n * beside,
+        },
+        help="Give the result a node of its own in the graph: an autograd.Function, x.view_as(x) forward.",
+    )

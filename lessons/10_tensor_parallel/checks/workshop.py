@@ -22,6 +22,7 @@ from lessons_shared.wire import wire_bytes
 from nanogpt.model import GPT, GPTConfig
 
 from .shared import PADDING
+from .starts import is_drawn, is_zero, no_twins
 
 exercise(
     "GPT",
@@ -200,23 +201,23 @@ def edited_model_sums_once_a_block_each_way(trial: Trial) -> None:
 
 @check("GPT")
 def edited_model_starts_at_random(trial: Trial) -> None:
-    """The MLPs start with small random weights; outside of them all ranks start with the same numbers."""
+    """Seeded alike, the ranks start with different slices as small as GPT-2's, and are the same elsewhere."""
     seen = trial.once(observe_workshop)
-    for rank, result in enumerate(seen.results):
-        others = [other["initial"] for other in seen.results[:rank]]
-        for name, initial in result["initial"].items():
-            if name.endswith(("mlp.c_fc.weight", "mlp.c_proj.weight")):
-                spread = initial.double().std().item()
-                trial.require(
-                    1e-4 < spread < 1,
-                    f"{name} starts with a standard deviation of {spread:.3g}: it was not drawn",
-                    help="torch.empty holds whatever was there, and _init_weights only knows nn.Linear.",
-                    rank=rank,
-                )
-            elif ".mlp." not in name:
-                trial.require(
-                    all(torch.equal(initial, other[name]) for other in others),
-                    f"{name} is the same on every rank in a dense layer, and starts with other numbers here",
-                    help="Draw whole matrices and keep slices: then all ranks take as many random numbers.",
-                    rank=rank,
-                )
+    starts = each_rank(seen, "initial")
+    deviations = {"mlp.c_fc.weight": 0.02, "mlp.c_proj.weight": 0.02 / math.sqrt(2 * seen.config["n_layer"])}
+    for name in starts[0]:
+        weights = [start[name] for start in starts]
+        if (end := next((end for end in deviations if name.endswith(end)), None)) is not None:
+            in_features = seen.config["n_embd"] * (4 if "c_proj" in name else 1)
+            is_drawn(trial, f"the start of {name}", weights, deviations[end], in_features)
+            no_twins(trial, f"the start of {name}", weights)
+            continue
+        if ".mlp." in name:
+            is_zero(trial, f"the start of {name}", weights, weights[0].numel())
+        for rank, weight in enumerate(weights):
+            trial.require(
+                torch.equal(weight, weights[0]),
+                f"{name} is the same on every rank in a dense layer, and starts with other numbers here",
+                help="Draw whole matrices and keep slices: then all ranks take as many random numbers.",
+                rank=rank,
+            )

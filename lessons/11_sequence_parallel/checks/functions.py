@@ -55,10 +55,10 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
     large, small = (batch, n * own, width), (batch, own, width)
 
     def alike(shape: tuple) -> list[Tensor]:
-        return [trial.normal(*shape).to(dtype)] * n
+        return [trial.normal(*shape, dtype=torch.float64).to(dtype)] * n
 
     def different(shape: tuple) -> list[Tensor]:
-        return [trial.normal(*shape).to(dtype) for _ in range(n)]
+        return [trial.normal(*shape, dtype=torch.float64).to(dtype) for _ in range(n)]
 
     def joined(tensors: list[Tensor]) -> list[Tensor]:
         return [torch.cat(tensors, 1)] * n

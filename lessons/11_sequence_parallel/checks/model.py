@@ -4,9 +4,9 @@ from grader.checks import Trial, check, each_rank, exercise, told
 from lessons_shared.cut_gpt import cut_dim, small_config
 from lessons_shared.cut_gpt_checks import (
     attentions,
+    given_one_is_changed,
     logits_are_right,
     matrices_are_cut,
-    names_stay,
     sampling_is_right,
     table_gradients_are_right,
     table_is_cut,
@@ -74,7 +74,7 @@ def logits_are_those_of_tensor_parallelize(trial: Trial) -> None:
 def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
     """Every matrix of attention and MLP and the token table are shards; names stay, the table stays tied."""
     for seen in trial.once(observe_model).plain:
-        names_stay(trial, seen)
+        given_one_is_changed(trial, seen)
         table_is_cut(trial, seen)
         matrices_are_cut(trial, seen, attentions(seen.config))
 
