@@ -158,7 +158,7 @@ def reduces_to_rank_1(rank):
 def test_a_result_that_one_rank_alone_was_given() -> None:
     report = shared_launcher().run(reduces_to_rank_1, NOTHING, [(), ()], limits=Limits())
     evidence = Evidence(events=[(r, event) for r in range(2) for event in report.ranks[r].events])
-    assert "gives the result to rank 1 alone" in evidence.cause([0], 2, lambda *_: "")[0]
+    assert "gives its result to rank 1 alone" in evidence.cause([0], 2, lambda *_: "")[0]
     assert evidence.cause([1], 2, lambda *_: "") == ("", "")
     assert evidence.cause([0, 1], 2, lambda *_: "") == ("", "")
 

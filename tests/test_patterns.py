@@ -155,6 +155,18 @@ def test_lower_precision(dtype: torch.dtype, lower: torch.dtype, name: str) -> N
     assert "went through" not in cause([(x * 3).to(lower).to(dtype)], [x])
 
 
+def test_what_is_near_by_chance_is_no_matter_of_precision() -> None:
+    assert cause([torch.tensor(4.1253)], [torch.tensor(4.1306)]) == ""
+    stepped = WHOLE - 0.002 * torch.randn(8, 6)
+    assert cause([stepped], [WHOLE]) == ""
+    assert "three digits" in cause([WHOLE + 2e-4 * torch.randn(8, 6)], [WHOLE])
+
+
+def test_a_gradient_that_is_not_there() -> None:
+    assert "no backward has reached it" in compare("the gradient of x", [None], [WHOLE]).cause
+    assert compare("the output", [None], [WHOLE]).cause == ""
+
+
 def test_numbers_that_are_not_finite_have_a_place() -> None:
     nan = WHOLE.clone()
     nan[2] = math.nan
@@ -213,6 +225,8 @@ def test_interleaved_and_contiguous_parts(dim: int) -> None:
     name = ("rows", "columns")[dim]
     assert f"every 4th of the {name} of the whole, where one piece of it belongs" in cause(dealt, pieces)
     assert f"one piece of the whole, where every 4th of its {name} belongs" in cause(pieces, dealt)
+    mirrored = list(whole.flip(dim).chunk(4, dim))
+    assert cause(mirrored, pieces) == f"the {name} of the whole are in reverse order"
     near = [dealt[0], dealt[1], dealt[2], spoiled(dealt[3], 0, 0)]
     assert cause(near, pieces) == ""
 
@@ -240,6 +254,9 @@ def test_terms_of_a_sum() -> None:
     both = TERMS[0] + TERMS[1]
     assert cause([both + TERMS[1]], [both], terms=named) == "the embedding's counts 2 times"
     assert cause([spoiled(total - TERMS[2], 0, 0)] * 4, [total] * 4, terms=TERMS) == ""
+    largest = torch.stack(TERMS).amax(0)
+    assert "the largest of the ranks' parts" in cause([largest] * 4, [mean] * 4, terms=TERMS)
+    assert cause([spoiled(largest, 0, 0)] * 4, [mean] * 4, terms=TERMS) == ""
 
 
 def test_no_terms_are_seen_in_few_numbers() -> None:

@@ -26,7 +26,7 @@ def between_ranks(pairs: Sequence[Pair], terms: Mapping[str, Sequence[Tensor]]) 
         terms: what the expected tensors are sums of: name → by rank. "" names the ranks' own parts, of which
             each rank has one and the sum is over them.
     """
-    found = whose(pairs) or of_terms(pairs, terms) or not_reduced(pairs)
+    found = whose(pairs) or of_terms(pairs, terms) or extreme(pairs, terms) or not_reduced(pairs)
     return found or reduced_too_often(pairs) or cut_otherwise(pairs)
 
 
@@ -104,12 +104,15 @@ def _tell_cut(orders: list[Any], size: int, dim: int, num_dims: int) -> str:
         return f"each rank has every {nth} of the {name} of the whole, where one piece of it belongs"
     if [place for order in orders for place in order] == [i % n * size + i // n for i in range(n * size)]:
         return f"each rank has one piece of the whole, where every {nth} of its {name} belongs"
+    if [place for order in orders for place in order] == list(range(n * size))[::-1]:
+        return f"the {name} of the whole are in reverse order"
     told = []
     for r, order in enumerate(orders):
         for first, last, place in runs_of(order):
             if place != r * size + first:
                 there = span(name, place % size, place % size + last - first)
-                told.append(f"{span(name, first, last)} of rank {r} hold {there} of rank {place // size}")
+                verb = "holds" if first == last else "hold"
+                told.append(f"{span(name, first, last)} of rank {r} {verb} {there} of rank {place // size}")
     return "; ".join(told[:3]) + (" and so on" if len(told) > 3 else "")
 
 
@@ -136,6 +139,18 @@ def of_terms(pairs: Sequence[Pair], terms: Mapping[str, Sequence[Tensor]]) -> st
         said = {each[key] for each in told}
         if len(said) == 1:
             return said.pop()
+    return ""
+
+
+def extreme(pairs: Sequence[Pair], terms: Mapping[str, Sequence[Tensor]]) -> str:
+    """The largest or the smallest of the ranks' parts, where their sum or mean belongs."""
+    if len(terms.get("", ())) < 2:
+        return ""
+    parts = torch.stack([part.double() for part in terms[""]])
+    found = {"largest": parts.amax(0), "smallest": parts.amin(0), "product": parts.prod(0)}
+    for name, value in found.items():
+        if all(pair.fits(value) for pair in pairs):
+            return f"it is the {name} of the ranks' parts: which operation do they reduce with?"
     return ""
 
 

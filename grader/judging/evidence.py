@@ -34,7 +34,7 @@ class Evidence:
         right = [r for r in range(num_ranks) if r not in wrong]
         for _, event in self.events if len(right) == 1 else ():
             if event.kind == "reduce" and event.peer == right[0]:
-                told = f"{_at(event, locate)} gives the result to {of_ranks(right)} alone"
+                told = f"the {_at(event, locate)} gives its result to {of_ranks(right)} alone"
                 return told, "dist.all_reduce gives it to every rank."
         return "", ""
 
@@ -44,7 +44,7 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
     call = {"send": "isend", "recv": "irecv"}.get(event.kind, event.kind)
     place = locate(race.file, race.line) if race.file else ""
     where = f", in {place}" if place else ""
-    it = _at(event, locate)
+    it = f"its {_at(event, locate)}"
     told = {
         "read": f"rank {rank} used what {it} brings before anybody had waited for it{where}",
         "changed": f"rank {rank} wrote into the buffer of {it} before anybody had waited for it{where}",
@@ -56,4 +56,4 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
 
 def _at(event: Event, locate: Locate) -> str:
     place = locate(event.file, event.line) if event.file else ""
-    return f"its {event.describe()}" + (f" ({place})" if place else "")
+    return event.describe() + (f" ({place})" if place else "")

@@ -82,7 +82,8 @@ def compare(
         fault = _unfit(a, e)
         if fault:
             on = f" on rank {rank}" if num_ranks > 1 else ""
-            return Difference(f"{what} {fault}{on}", _shape_cause(a, e), rank)
+            cause = _no_gradient(what) if a is None else _shape_cause(a, e)
+            return Difference(f"{what} {fault}{on}", cause, rank)
         if not is_close(a, e, rtol, plain[rank] if plain else None):
             wrong.append(rank)
     if not wrong:
@@ -116,6 +117,12 @@ def _unfit(actual: object, expected: Tensor) -> str:
     ):
         return f"is {actual.dtype} where {expected.dtype} is expected"
     return ""
+
+
+def _no_gradient(what: str) -> str:
+    if "gradient" not in what:
+        return ""
+    return "no backward has reached it: nothing connects it with the loss, or its gradient was not asked for"
 
 
 def _shape_cause(actual: object, expected: Tensor) -> str:
