@@ -114,3 +114,78 @@ def test_dataclasses_travel_and_must_not_change() -> None:
         "changed its arguments"
         in ask(SimpleNamespace(submission=SimpleNamespace(square=spoil)), "square", [[packed]])[0]
     )
+
+
+# --- which term is missing ---
+
+
+def bytes_kept(config: GPTConfig, b: int, s: int, recipe: str = "plain") -> int:
+    """Something like what lesson 01 counts."""
+    stream = b * s * config.n_embd
+    masks = stream if config.dropout > 0 else 0
+    return config.n_layer * (10 * stream + b * config.n_head * s * s + masks) + (
+        7 * s if recipe == "odd" else 0
+    )
+
+
+SIZES = [(2, 2, 12, 3, 5), (3, 4, 24, 2, 7), (1, 3, 15, 5, 6), (4, 2, 10, 4, 9), (2, 5, 35, 1, 4)]
+CALLS = [
+    (GPTConfig(n_layer=layers, n_head=heads, n_embd=width, dropout=rate), b, s, recipe)
+    for (layers, heads, width, b, s), rate, recipe in zip(
+        SIZES * 2, [0.0, 0.1] * 5, ["plain"] * 5 + ["odd"] * 5, strict=True
+    )
+]
+
+
+def term_for(function: Any) -> str:
+    trial = FakeTrial(function)
+    kept = Answers(trial, "square", CALLS, bytes_kept)
+    with pytest.raises(CheckEnded) as end:
+        compare_answers(trial, kept)
+    return end.value.cause
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda c, b, s, r: bytes_kept(c, b, s, r) - 4 * c.n_layer * b * s * c.n_embd,
+            "4 · n_layer · n_embd · b · s too few",
+        ),
+        (lambda c, b, s, r: bytes_kept(c, b, s, r) + c.n_layer * b * s * s, "n_layer · b · s² too many"),
+        (
+            lambda c, b, s, r: bytes_kept(c, b, s, r) - c.n_layer * b * (c.n_head - 1) * s * s,
+            "n_layer · b · s² · (n_head - 1) too few",
+        ),
+        (
+            lambda c, b, s, r: bytes_kept(c, b, s, r) - (c.n_layer * b * s * c.n_embd if c.dropout else 0),
+            "where dropout > 0: always n_layer · n_embd · b · s too few",
+        ),
+        (lambda c, b, s, r: bytes_kept(c, b, s), "where recipe='odd': always 7 · s too few"),
+        (lambda c, b, s, r: 3 * bytes_kept(c, b, s, r), "always exactly three times"),
+    ],
+)
+def test_a_term_is_named_by_what_it_is_made_of(function: Any, words: str) -> None:
+    assert words in term_for(function)
+
+
+def test_no_term_is_named_that_does_not_fit_every_call() -> None:
+    def nearly(config: GPTConfig, b: int, s: int, recipe: str) -> int:
+        return bytes_kept(config, b, s, recipe) - config.n_layer * b * s + (b == 3)
+
+    def here_and_there(config: GPTConfig, b: int, s: int, recipe: str) -> int:
+        return bytes_kept(config, b, s, recipe) - (config.n_layer * b * s if b in (3, 5) else 0)
+
+    assert term_for(nearly) == ""
+    assert term_for(here_and_there) == ""
+
+
+def test_a_slip_explains_the_answers_that_are_right_as_well() -> None:
+    """One too many where it is wrong at all: that is no slip that makes every answer one too many."""
+    one_more = {"one too many": lambda x: x * x + 1}
+    cause = cause_for(lambda x: x * x + (x > 3), slips=lambda x: {t: f(x) for t, f in one_more.items()})
+    assert cause == ""
+    assert (
+        cause_for(lambda x: x * x + 1, slips=lambda x: {t: f(x) for t, f in one_more.items()})
+        == "one too many"
+    )

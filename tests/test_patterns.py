@@ -293,6 +293,12 @@ def test_a_fault_that_a_rank_may_have_alone_is_told_with_the_rank() -> None:
     assert cause([E4[0], torch.randn(4, 6), E4[2], E4[0]], E4, alternatives=faults) == ""
 
 
+def test_faults_that_give_the_same_numbers_are_both_told() -> None:
+    twins = {"one": E2[::-1], "two": [E2[1], E2[0]], "three": [E2[0], E2[0]], "four": E2[::-1]}
+    found = compare("x", E2[::-1], E2, alternatives=twins)
+    assert found.cause == "one; or: two" and not found.sure
+
+
 def test_a_step_belongs_to_its_fault() -> None:
     faults = {"stale": Fault([e + 1 for e in E2], "Read it again."), "zeroed": [torch.zeros(4, 6)] * 2}
     stale = compare("x", [e + 1 for e in E2], E2, alternatives=faults)

@@ -18,6 +18,9 @@ from grader.judging.wording import of_ranks, short, tell_where
 
 ByRank = Tensor | Sequence[Tensor]
 
+MOST_FAULTS = 2
+"""That are told where several give the same numbers."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -90,7 +93,8 @@ def compare(
         return None
     tensors = [a for a in actual if isinstance(a, Tensor)]
     cause, step = _known(tensors, expected, alternatives or {}, wrong, rtol)
-    known = sure = bool(cause)
+    known = bool(cause)
+    sure = known and ("; or: " not in cause or num_ranks != 2)
     if not cause:
         pairs = _pairs(tensors, expected, rtol, factors or {})
         cause = _recognised(pairs, wrong, _by_rank(terms, num_ranks))
@@ -152,9 +156,13 @@ def _known(
 ) -> tuple[str, str]:
     """The fault that gives every rank's tensor, and its next step; or, of those that may, one a rank."""
     faults = {cause: _fault(value, len(actual)) for cause, value in alternatives.items()}
-    for cause, fault in faults.items():
-        if all(is_close(a, value, rtol) for a, value in zip(actual, fault.values, strict=True)):
-            return cause, fault.step
+    fitting = [
+        cause
+        for cause, fault in faults.items()
+        if all(is_close(a, value, rtol) for a, value in zip(actual, fault.values, strict=True))
+    ]
+    if fitting:
+        return "; or: ".join(fitting[:MOST_FAULTS]), faults[fitting[0]].step if len(fitting) == 1 else ""
     found: dict[str, list[int]] = {}
     for rank in wrong:
         fits = (
