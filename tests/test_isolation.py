@@ -171,6 +171,28 @@ def test_on_does_not_do_without(forbidden: None) -> None:
     assert isolation.closed
 
 
+NO_NAMESPACES = """
+echo 0 > /proc/sys/user/max_user_namespaces || exit 99
+exec "$1" -m grader "$2" --only copy_to_group --ranks 1 --isolation "$3"
+"""
+
+
+@pytest.mark.parametrize("wish", ["auto", "on"])
+def test_a_system_without_namespaces_is_told_as_that(wish: str, tmp_path: Path, isolated: Launcher) -> None:
+    """Its own word for it is that no space is left on the device."""
+    (tmp_path / "mine.py").write_text(twisted())
+    inside = ["unshare", "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh"]
+    command = [*inside, sys.executable, str(tmp_path / "mine.py"), wish]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 99:
+        pytest.skip(f"such a machine can not be imitated here: {done.stderr}")
+    assert done.returncode == (0 if wish == "auto" else 2), done.stderr
+    said = done.stdout if wish == "auto" else done.stderr
+    words = "formative: the ranks were not isolated" if wish == "auto" else "isolation is not available"
+    assert f"{words}: this system allows no namespaces of one's own (unshare: " in said
+    assert "free some" not in said
+
+
 def test_no_unshare_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(CannotGradeError, match="isolation is not available: this system has no `unshare`"):

@@ -191,6 +191,8 @@ class Launcher:
                 server.kill()
                 message = server.communicate()[1].decode(errors="replace")
                 why = last_line(message) if ready else f"it gave no answer for {START_SECONDS} seconds"
+                if why.startswith("unshare: "):  # it calls too many namespaces a lack of space as well
+                    raise CannotGradeError(f"this system allows no namespaces of one's own ({why})")
                 if os.strerror(errno.ENOSPC) in why:
                     why = f"{WHAT_TO_DO[errno.ENOSPC]}, and grade again ({why})"
                 raise CannotGradeError(f"the rank server did not start: {why}")
