@@ -26,7 +26,9 @@ def state_bytes_per_rank(num_parameters: int, num_ranks: int, stage: int) -> dic
 
     Mixed precision: 2 bytes a parameter for the weight, 2 for its gradient, 12 for the optimizer (an fp32
     copy of the weight and Adam's two moments). Stage 0 is plain data parallelism; 1 cuts the optimizer's
-    state over the ranks, 2 the gradients as well, 3 the weights too. Source: arXiv:1910.02054, figure 1.
+    state over the ranks, 2 the gradients as well, 3 the weights too.
+
+    Source: arXiv:1910.02054, figure 1.
     """
     # answer
     weights = 2 * num_parameters / (num_ranks if stage >= 3 else 1)
@@ -41,7 +43,9 @@ def communication_elements(num_parameters: int, num_ranks: int, stage: int) -> d
     """Elements that one rank sends in a step: by `all_reduce`, by `reduce_scatter` and by `all_gather`.
 
     All three go round a ring, and each is a total over the step: in stage 3, every weight is gathered for
-    forward and for backward. What a stage does not use is 0. Source: arXiv:1910.02054, section 7.
+    forward and for backward. What a stage does not use is 0.
+
+    Source: arXiv:1910.02054, section 7.
     """
     # answer
     once_round = num_parameters * (num_ranks - 1) / num_ranks
@@ -396,11 +400,13 @@ class FullySharded(nn.Module):
     """ZeRO-3: wraps a GPT, of which each rank keeps its shards; a block is whole while it is at work.
 
     The constructor takes the weights of the group's rank 0. `parameters()` are this rank's shards, for any
-    optimizer. A block is gathered before its forward and before its backward, and freed after each. What
-    lies outside the blocks is gathered for the whole pass, and nothing is left of it after one under
-    no_grad. After `loss.backward()` the mean gradients stand in the shards' `.grad`. Frozen weights neither
-    move nor decay, so a flat shard must not mix them with trained ones. A hook that stands on a parameter
-    of the GPT goes on working: it gets the whole gradient of this rank, and what it returns is averaged.
+    optimizer. Shards, gathered weights and gradients have the dtype of their parameter, whichever that is. A
+    block is gathered before its forward and before its backward, and freed after each: no more than two are
+    whole at a time. What lies outside the blocks may stay gathered from forward to backward. Each forward
+    computes with the shards as they are by then. After `loss.backward()` the mean gradients stand in the
+    shards' `.grad`, added to what was there. Frozen weights are cut as well; they neither move nor decay. A
+    hook that stands on a parameter of the GPT goes on working: it gets the whole gradient of this rank, and
+    what it returns is averaged.
 
     Source: arXiv:1910.02054, section 5.3; arXiv:2304.11277, section 3.
     """
@@ -497,8 +503,8 @@ class FullySharded(nn.Module):
 def fully_shard_gpt(model: GPT, mesh: DeviceMesh) -> GPT:
     """ZeRO-3 by PyTorch: `torch.distributed.fsdp.fully_shard` on the given model, a unit for each block.
 
-    What lies outside the blocks is the last unit. `mesh` has one dimension, the ranks to shard over.
-    Changes and returns the model.
+    What lies outside the blocks is one more unit. `mesh` has one dimension, the ranks to shard over. Units
+    are freed after forward, as they are by default. Changes and returns the given model.
     """
     # answer
     for block in model.transformer.h:
@@ -518,11 +524,11 @@ def clipped_step(
 ) -> Tensor:
     """One step of a fully sharded model, with the gradient clipped to a norm of at most `max_norm`.
 
-    `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and
-    after `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
+    `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and after
+    `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
     The norm is that of the whole gradient, as if one process had it; where it is larger than `max_norm`,
-    every rank multiplies its gradients by max_norm / norm. Returns the norm before clipping, a scalar that
-    is the same on every rank.
+    every rank multiplies its gradients by max_norm / norm. Returns the norm before clipping, a scalar
+    that is the same on every rank.
     """
     # answer
     optimizer.zero_grad()

@@ -36,9 +36,12 @@ def promises(lesson: Lesson) -> dict[str, list[str]]:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     found: dict[str, list[str]] = {}
-    for node, _ in find_exercises(path, tree, find_blocks(path, text.splitlines(), tree)):
+    blocks = find_blocks(path, text.splitlines(), tree)
+    for node, _ in find_exercises(path, tree, blocks):
         inside = node.body if isinstance(node, ast.ClassDef) else []
-        documented = [node, *(item for item in inside if isinstance(item, Function))]
+        methods = [item for item in inside if isinstance(item, Function)]
+        unseen = [m for m in methods if any(b.start < m.lineno < b.end for b in blocks)]  # of the answer
+        documented = [node, *(method for method in methods if method not in unseen)]
         found[node.name] = [s for each in documented for s in sentences(ast.get_docstring(each) or "")]
     for name, rules in RULES.findall(prose(lesson.directory / "lesson.md")):
         if name not in found:

@@ -1,6 +1,8 @@
 """Checks of `clipped_step`: the norm of a gradient of which every rank has a part."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,27 +102,39 @@ def step_on_ranks(rank: Any, whole: Tensor, steps: list[tuple[Tensor, Tensor]]) 
     return result
 
 
-def in_one_process(
-    whole: Tensor, by_rank: list[list[tuple[Tensor, Tensor]]], max_norm: float, rule: Any, most: float = 1.0
-) -> Any:
-    """Norms of each step, and shards at the end; `rule(shards' norms, r)` is what shard r is clipped by.
+@dataclass(frozen=True)
+class Way:
+    """How a step may be done: right as it stands here, wrong in what is said otherwise."""
 
-    `most` is the largest factor that a gradient is multiplied by.
-    """
+    rule: Callable[[list[float], int], float]
+    """(the shards' norms, r) to the norm that shard r is clipped by."""
+    most: float = 1.0
+    """The largest factor that a gradient is multiplied by."""
+    forgets: bool = True
+    """Whether gradients of earlier steps are gone."""
+    clips: bool = True
+    """Whether the gradient that the optimizer sees is clipped."""
+
+
+def in_one_process(
+    whole: Tensor, by_rank: list[list[tuple[Tensor, Tensor]]], max_norm: float, way: Way
+) -> SimpleNamespace:
+    """By rank, the norm of each step, and the shard at the end."""
     n = len(by_rank)
     model = WholeLine(whole)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
     per_rank = -(-SIZE // n)
     norms = []
     for step in range(NUM_STEPS):
-        optimizer.zero_grad()
+        if way.forgets:
+            optimizer.zero_grad()
         (sum(model(*batches[step])[1] for batches in by_rank) / n).backward()
         shards = [model.weight.grad[r * per_rank :][:per_rank] for r in range(n)]
         own = [shard.norm().item() for shard in shards]
-        norms.append([rule(own, r) for r in range(n)])
+        norms.append([way.rule(own, r) for r in range(n)])
         for r, shard in enumerate(shards):
-            if shard.numel():
-                shard.mul_(min(most, max_norm / norms[-1][r]))
+            if shard.numel() and way.clips:
+                shard.mul_(min(way.most, max_norm / norms[-1][r]))
         optimizer.step()
     end = [model.weight.detach()[r * per_rank :][:per_rank].float() for r in range(n)]
     return SimpleNamespace(end=end, norms=list(torch.tensor(norms).T))
@@ -130,7 +144,7 @@ def whole_norm(own: list[float], r: int) -> float:
     return sum(norm**2 for norm in own) ** 0.5
 
 
-WRONG = {
+WRONG_NORMS = {
     "each rank clips by the norm of its own shard": lambda own, r: own[r],
     "the shards' norms were added: add their squares, then take the root": lambda own, r: sum(own),
     "the squares were added, and no root was taken": lambda own, r: sum(x**2 for x in own),
@@ -143,6 +157,17 @@ WRONG = {
     "the squares were averaged over the ranks: their sum is the square of the norm": lambda own, r: (
         (sum(x**2 for x in own) / len(own)) ** 0.5
     ),
+    "rank 0 clips by the whole norm, and the others by their own: the sum came to rank 0 alone": (
+        lambda own, r: own[r] if r else whole_norm(own, r)
+    ),
+}
+RIGHT = Way(whole_norm)
+WRONG = {
+    "a gradient shorter than max_norm was made longer: the factor has to stop at 1": replace(
+        RIGHT, most=math.inf
+    ),
+    "the gradients of earlier steps are still there: nothing was zeroed": replace(RIGHT, forgets=False),
+    "the optimizer stepped on gradients that were not clipped": replace(RIGHT, clips=False),
 }
 
 
@@ -152,13 +177,11 @@ def observe(trial: Trial) -> SimpleNamespace:
         [(trial.normal(4, SIZE), trial.normal(4)) for _ in range(NUM_STEPS)] for _ in range(trial.num_ranks)
     ]
     results = trial.run(step_on_ranks, whole, per_rank=[(steps,) for steps in by_rank])
+    ways = {told: Way(rule) for told, rule in WRONG_NORMS.items() if trial.num_ranks > 1} | WRONG
 
-    def ends(max_norm: float) -> Any:
-        rules = WRONG if trial.num_ranks > 1 else {}
-        wrong = {told: in_one_process(whole, by_rank, max_norm, rule) for told, rule in rules.items()}
-        told = "a gradient shorter than max_norm was made longer: the factor has to stop at 1"
-        wrong[told] = in_one_process(whole, by_rank, max_norm, whole_norm, most=math.inf)
-        return SimpleNamespace(right=in_one_process(whole, by_rank, max_norm, whole_norm), wrong=wrong)
+    def ends(max_norm: float) -> SimpleNamespace:
+        wrong = {told: in_one_process(whole, by_rank, max_norm, way) for told, way in ways.items()}
+        return SimpleNamespace(right=in_one_process(whole, by_rank, max_norm, RIGHT), wrong=wrong)
 
     return SimpleNamespace(results=results, by_max_norm={m: ends(m) for m in MAX_NORMS})
 
@@ -171,11 +194,15 @@ def norm_is_that_of_the_whole_gradient(trial: Trial) -> None:
     """What is returned is the norm of the whole gradient before clipping, the same on every rank."""
     seen = trial.once(observe)
     for max_norm, expected in seen.by_max_norm.items():
+        clipped = [norms.clamp(max=max_norm) for norms in expected.right.norms]
         trial.close(
             f"the norms of {NUM_STEPS} steps (max_norm={max_norm:g})",
             [result[str(max_norm)]["norms"] for result in seen.results],
             expected.right.norms,
-            alternatives={told: wrong.norms for told, wrong in expected.wrong.items()},
+            alternatives={
+                "this is the norm after clipping": clipped,
+                **{told: wrong.norms for told, wrong in expected.wrong.items()},
+            },
             help=HELP,
             rtol=1e-3,
         )

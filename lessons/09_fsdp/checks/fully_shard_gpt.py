@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD
 
 from grader.checks import CheckEnded, Trial, Verdict, check, exercise
@@ -40,18 +42,44 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
 
 
 def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
-    model = build(odd_gpt, seed).double().to(rank.device)
+    model = build(odd_gpt, seed, torch.float64).to(rank.device)
     sharded = rank.submission.fully_shard_gpt(model, mesh_of(rank))
     train(sharded, batches, "SGD", lambda params, optimizer_class, **k: optimizer_class(params, **k))
     named = dict(sharded.named_parameters())
     gathered = {n: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in named.items()}
-    return {"end": {name: tensor.clone() for name, tensor in gathered.items()}}
+    return {
+        "end": {name: tensor.clone() for name, tensor in gathered.items()},
+        "same": sharded is model,
+        "sharded": any(hasattr(parameter, "to_local") for parameter in model.parameters()),
+    }
 
 
 def observe_training(trial: Trial) -> SimpleNamespace:
     seed, by_rank = trial.seed(), draw(trial, sum(PASSES))
     results = run(trial, train_on_ranks, seed, per_rank=[(batches,) for batches in by_rank])
     return SimpleNamespace(results=results, seed=seed, by_rank=by_rank)
+
+
+@check("fully_shard_gpt")
+def the_given_model_is_returned(trial: Trial) -> None:
+    """What is returned is the given model itself, changed in place, with GPT's parameters and no other."""
+    names = [name for name, _ in build(odd_gpt, 0).named_parameters()]
+    for r, result in enumerate(trial.once(observe_training).results):
+        trial.require(
+            result["same"],
+            "what it returns is not the model that it was given",
+            help="fully_shard changes a module in place: return the same one.",
+            rank=r,
+            cause="" if result["sharded"] else "a copy was sharded, and the caller's model is as it was",
+        )
+        strange = sorted(set(result["end"]) - set(names))
+        trial.require(
+            not strange,
+            f"there is a parameter {', '.join(strange)}, which the given GPT does not have",
+            help="Leave the parameters as they are: fully_shard keeps a tied one tied.",
+            rank=r,
+            cause="the tied table was made two parameters" if "lm_head.weight" in strange else "",
+        )
 
 
 @check("fully_shard_gpt")
@@ -76,7 +104,8 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         loss.backward()
         recording.mark("after")
     shards = {name: local(p).numel() for name, p in sharded.named_parameters()}
-    return {"recording": recording, "shards": shards}
+    units = [number for number, block in enumerate(sharded.transformer.h) if isinstance(block, FSDPModule)]
+    return {"recording": recording, "shards": shards, "units": units}
 
 
 def observe_units(trial: Trial) -> SimpleNamespace:
@@ -106,27 +135,40 @@ def every_parameter_is_sharded(trial: Trial) -> None:
 
 @check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
 def a_block_is_a_unit(trial: Trial) -> None:
-    """Forward gathers block by block: one all-gather for each, none larger than a block."""
+    """Forward gathers block by block: one all-gather for each block, and one for what lies outside them."""
     seen, n = trial.once(observe_units), trial.num_ranks
     block = seen.model.transformer.h[0]
-    outside = bytes_of(seen.model) - DEEP.n_layer * bytes_of(block)
-    largest = max(padded_bytes(block, n), n * outside)
+    size, padded = bytes_of(block), padded_bytes(block, n)
+    outside = padded_bytes(seen.model, n) - DEEP.n_layer * padded
     for r, result in enumerate(seen.results):
         sizes = [e.num_bytes for e in result["recording"].select("all_gather", after="forward")]
+        missing = [f"transformer.h.{i}" for i in range(DEEP.n_layer) if i not in result["units"]]
         trial.require(
-            max(sizes, default=0) <= largest + SMALL,
-            f"forward gathers {max(sizes, default=0):,} bytes at once, and a block has {bytes_of(block):,}",
-            help="Call fully_shard on each block of model.transformer.h before you call it on the model.",
+            sum(size <= each <= padded for each in sizes) == DEEP.n_layer,
+            f"forward gathers {told(sizes)} bytes, and {DEEP.n_layer} blocks have {size:,} each",
+            help="Call fully_shard once on each block of model.transformer.h, not on its parts, and then on "
+            "the model.",
             rank=r,
-            cause="the model is one unit: all of it is gathered at once",
+            cause="the model is one unit: all of it is gathered at once"
+            if max(sizes, default=0) >= bytes_of(seen.model)
+            else f"{', '.join(missing)} has no call of its own"
+            if missing
+            else "",
         )
         trial.require(
-            DEEP.n_layer <= len(sizes) <= DEEP.n_layer + 2,
-            f"forward has {len(sizes)} all-gathers, and {DEEP.n_layer} blocks and what is outside are "
-            f"{DEEP.n_layer + 1} units",
-            help="One fully_shard call for each block, none for its parts.",
+            len(sizes) == DEEP.n_layer + 1 and min(sizes) <= outside,
+            f"forward gathers {told(sizes)} bytes: {DEEP.n_layer} blocks, and what lies outside them is one "
+            "unit more",
+            help="One fully_shard call for each block, and one for the model.",
             rank=r,
         )
+
+
+def told(sizes: list[int]) -> str:
+    """Such as "10 times 13,120 and once 1,472"."""
+    counts = {size: sizes.count(size) for size in sorted(set(sizes), reverse=True)}
+    words = [f"{'once' if count == 1 else f'{count} times'} {size:,}" for size, count in counts.items()]
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1] if words else "no"
 
 
 @check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)

@@ -1,4 +1,4 @@
-"""Checks of `FullySharded`: what it computes. What it keeps meanwhile is in check_residency."""
+"""Checks of `FullySharded`: what it computes. What it keeps meanwhile is in residency.py."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import Trial, check, exercise
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise
 
 from .models import (
     build,
+    bytes_of,
     draw,
     dropping_gpt,
     local,
@@ -19,7 +20,19 @@ from .models import (
     seeds,
     weights,
 )
-from .training import PASSES, expected_weights, mean, require_weights, train
+from .parts import gradients_by_rank, trained_on
+from .training import (
+    PASSES,
+    ROUNDED,
+    Rule,
+    expected_weights,
+    mean,
+    require_weights,
+    rounding,
+    train,
+    whole_batch,
+)
+from .wire import travelled
 
 exercise(
     "FullySharded",
@@ -73,13 +86,33 @@ def evaluate(sharded: Any, *batch: Tensor) -> tuple[Tensor, Tensor | None]:
     return outputs
 
 
+def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
+    """Runs a function on the ranks; a crash over memory that was given back is told as that."""
+    try:
+        return trial.run(function, *args, **kwargs)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
+            end.cause = "a weight was used whose storage was shrunk to nothing: nobody had gathered it again"
+            end.help = "Gather a block's weights before its forward, and once more before its backward."
+        elif end.verdict == Verdict.CRASHED and "signal 11" in end.message:
+            end.cause = "memory was used that had been given back: is there a weight that nobody gathers?"
+            end.help = "Every place that uses a weight needs the whole one: a tied weight has two places."
+        raise
+
+
 def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
-    """Begins with this rank's own weights; rank 0's must win."""
+    """Begins with this rank's own weights; rank 0's must win. "first" is one step of SGD."""
 
     def wrap(make: Any) -> Any:
-        return rank.submission.FullySharded(build(make, seed).double().to(rank.device), rank.group)
+        return rank.submission.FullySharded(build(make, seed, torch.float64).to(rank.device), rank.group)
 
     result = look(wrap(odd_gpt), batches[0])
+    sharded = wrap(odd_gpt)
+    with rank.record() as recording:
+        train(sharded, batches, "SGD", plain, num_steps=1)
+    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
+    result["dtypes of gradients"] = sorted({str(gradient.dtype) for gradient in gradients})
+    result["first"], result["first step"] = full(sharded), recording
     sharded = wrap(odd_gpt)
     train(sharded, batches, "SGD", plain)
     result["trained logits"] = evaluate(sharded, *batches[0])[0].clone()
@@ -94,7 +127,7 @@ def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -
 def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
     """What it returns before any step: outputs in evaluation and training, weights, sizes of shards."""
     tokens, targets = batch
-    start, shards = full(sharded), [local(p).numel() for p in sharded.parameters()]
+    start, shards = full(sharded), [local(p) for p in sharded.parameters()]
     logits, loss = evaluate(sharded, tokens, targets)
     last, nothing = evaluate(sharded, tokens)
     return {
@@ -103,15 +136,48 @@ def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
         "loss": loss.clone(),
         "last": last.clone(),
         "nothing": nothing,
-        "shards": shards,
+        "shards": [shard.numel() for shard in shards],
+        "dtypes of parameters()": sorted({str(shard.dtype) for shard in shards}),
+        "dtypes of full_state_dict()": sorted({str(tensor.dtype) for tensor in start.values()}),
     }
 
 
 def observe_training(trial: Trial) -> SimpleNamespace:
     numbers, by_rank = seeds(trial), draw(trial, sum(PASSES))
-    results = trial.run(train_on_ranks, per_rank=list(zip(numbers, by_rank, strict=True)))
-    starts = [build(odd_gpt, number).double() for number in numbers]
+    results = run(trial, train_on_ranks, per_rank=list(zip(numbers, by_rank, strict=True)))
+    starts = [build(odd_gpt, number, torch.float64) for number in numbers]
     return SimpleNamespace(results=results, seed=numbers[0], by_rank=by_rank, starts=starts)
+
+
+@check("FullySharded")
+def everything_keeps_its_dtype(trial: Trial) -> None:
+    """A float64 model has float64 shards, whole weights and gradients: nothing is rounded on the way."""
+    seen = trial.once(observe_training)
+    first = whole_batch(odd_gpt, seen.seed, seen.by_rank, "SGD", Rule(), num_steps=1)
+    with torch.no_grad():
+        logits = [seen.starts[0](*batches[0])[0] for batches in seen.by_rank]
+    for r, result in enumerate(seen.results):
+        for what in ("parameters()", "full_state_dict()", "gradients"):
+            trial.require(
+                result[f"dtypes of {what}"] == ["torch.float64"],
+                f"the model is in float64, and {what} in {', '.join(result[f'dtypes of {what}'])}",
+                help="Take the dtype from the parameters, as tensor.new_empty(...) does.",
+                rank=r,
+            )
+        for what, actual, expected in (
+            ("the weights in full_state_dict()", result["start"], weights(seen.starts[0])),
+            ("the logits", {"": result["logits"]}, {"": logits[r]}),
+            ("the weights after a step of SGD", result["first"], first),
+        ):
+            error = rounding(actual, expected)
+            trial.require(
+                not error,
+                f"the model is in float64, and {what} are off by {error:.0e} of their size: float32 rounds "
+                "by 6e-08",
+                help="Give every buffer the dtype of what goes into it: torch.zeros(n) is float32.",
+                rank=r,
+                cause=ROUNDED,
+            )
 
 
 @check("FullySharded")
@@ -171,7 +237,24 @@ def require_end(trial: Trial, make: Any, kind: str, help: str) -> None:
             rank=r,
             cause=f"the tied table, which is {' and '.join(TWINS)}, is cut twice",
         )
-    require_weights(trial, ends, expected, kind, help)
+
+    def explain() -> str:
+        firsts = [result["first"] for result in seen.results]
+        if make is not odd_gpt:
+            return ""
+        told = trained_on(expected.start, firsts, gradients_by_rank(odd_gpt, seen.seed, seen.by_rank))
+        return told or ungathered(trial, seen)
+
+    require_weights(trial, ends, expected, kind, help, explain)
+
+
+def ungathered(trial: Trial, seen: Any) -> str:
+    """Whether the first step's passes gathered the blocks once, for forward, in words; else ""."""
+    blocks = PASSES[0] * sum(bytes_of(block) for block in seen.starts[0].transformer.h)
+    sent = [travelled(result["first step"], trial.num_ranks) for result in seen.results]
+    if trial.num_ranks > 1 and all(each.gathered + each.others < 1.6 * blocks for each in sent):
+        return "the blocks were not gathered again for backward, which computed with what lay in their place"
+    return ""
 
 
 @check("FullySharded")
@@ -190,7 +273,7 @@ def evaluation_after_training_is_the_dense_models(trial: Trial) -> None:
     """In evaluation after training, the logits are those of the trained GPT."""
     seen = trial.once(observe_training)
     expected = expected_weights(trial, odd_gpt, seen.seed, seen.by_rank, "SGD")
-    model = build(odd_gpt, seen.seed).double()
+    model = build(odd_gpt, seen.seed, torch.float64)
     model.load_state_dict(expected.right, strict=False)  # the tied table has one name there
     with torch.no_grad():
         trained = [model(*batches[0])[0] for batches in seen.by_rank]
@@ -213,10 +296,13 @@ def adamw_trains_as_one_process_does(trial: Trial) -> None:
 
 @check("FullySharded")
 def parameters_smaller_than_the_group(trial: Trial) -> None:
-    """A GPT with biases of two numbers trains the same on more ranks than that: some have no share."""
+    """A GPT with biases of three numbers trains the same on four ranks: some have no share of them."""
     require_end(
         trial, narrow_gpt, "SGD", "A rank's share of a small parameter may be empty: pad what you send."
     )
+
+
+WHOLE_FROZEN = "the frozen parameters are whole on every rank"
 
 
 @check("FullySharded", world_sizes=(2, 4, 3))
@@ -234,15 +320,20 @@ def parameters_are_this_ranks_shards(trial: Trial) -> None:
             rank=r,
             cause="they are the whole parameters" if count >= total else "",
         )
+    rows = [(p.size(0), p.numel() // p.size(0)) for p in seen.starts[0].parameters()]
+    padded = sum(-(-length // n) * n * width for length, width in rows) + n * len(sizes)
+    frozen = sum(p.numel() for p in seen.starts[0].parameters() if not p.requires_grad)
+    cause = {total - frozen: "the frozen parameters are missing", total + (n - 1) * frozen: WHOLE_FROZEN}
     trial.require(
-        sum(counts) >= total,
+        total <= sum(counts) <= padded,
         f"all ranks' shards together have {sum(counts)} numbers, and the model has {total}",
         help="Frozen parameters are cut as well, and stay in parameters().",
+        cause=cause.get(sum(counts), ""),
     )
 
 
 def drop(rank: Any, model_seed: int, seed: int, tokens: Tensor, targets: Tensor) -> dict:
-    model = build(dropping_gpt, model_seed).double().to(rank.device)
+    model = build(dropping_gpt, model_seed, torch.float64).to(rank.device)
     sharded = rank.submission.FullySharded(model, rank.group)
     optimizer = SGD(sharded.parameters(), lr=1.0)
     rank.seed(seed)
@@ -256,8 +347,8 @@ def observe_dropout(trial: Trial) -> SimpleNamespace:
     model_seed = trial.seed()
     numbers = seeds(trial)
     data = [batches[0] for batches in draw(trial, 1)]
-    results = trial.run(drop, model_seed, per_rank=[(s, *d) for s, d in zip(numbers, data, strict=True)])
-    model = build(dropping_gpt, model_seed).double()
+    results = run(trial, drop, model_seed, per_rank=[(s, *d) for s, d in zip(numbers, data, strict=True)])
+    model = build(dropping_gpt, model_seed, torch.float64)
     losses = []
     with torch.random.fork_rng(devices=[]):
         for number, batch in zip(numbers, data, strict=True):

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD
 
@@ -49,7 +50,7 @@ def train_on_ranks(
         return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
 
     for kind, when in [("first", "once"), *kinds]:
-        model = build(Odd, seed).double().to(rank.device)
+        model = build(Odd, seed, torch.float64).to(rank.device)
         wrapped = wrap(rank, model)
 
         def finish(passes_left: int, wrapped: Any = wrapped, when: str = when) -> None:

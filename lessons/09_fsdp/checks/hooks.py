@@ -4,12 +4,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import Trial, check
 
-from .fully_sharded import full
+from .fully_sharded import full, run
 from .models import build, draw, odd_gpt, weights
 
 
@@ -23,7 +24,7 @@ def multiplied(times: float, gradient: Tensor) -> Tensor:
 
 
 def step_with_hooks(rank: Any, seed: int, r: int, tokens: Tensor, targets: Tensor) -> dict:
-    model = build(odd_gpt, seed).double().to(rank.device)
+    model = build(odd_gpt, seed, torch.float64).to(rank.device)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_hook(partial(multiplied, factor(name, r)))
@@ -37,11 +38,11 @@ def step_with_hooks(rank: Any, seed: int, r: int, tokens: Tensor, targets: Tenso
 def observe_hooks(trial: Trial) -> SimpleNamespace:
     seed, n = trial.seed(), trial.num_ranks
     data = [batches[0] for batches in draw(trial, 1)]
-    results = trial.run(step_with_hooks, seed, per_rank=[(r, *batch) for r, batch in enumerate(data)])
-    start = weights(build(odd_gpt, seed).double())
+    results = run(trial, step_with_hooks, seed, per_rank=[(r, *batch) for r, batch in enumerate(data)])
+    start = weights(build(odd_gpt, seed, torch.float64))
     gradients = []
     for batch in data:
-        model = build(odd_gpt, seed).double()
+        model = build(odd_gpt, seed, torch.float64)
         model(*batch)[1].backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 

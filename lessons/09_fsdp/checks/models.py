@@ -58,8 +58,8 @@ def odd_gpt() -> GPT:
 
 
 def narrow_gpt() -> GPT:
-    """A GPT whose biases and norms have two numbers: fewer than there are ranks, from three on."""
-    return GPT(GPTConfig(block_size=8, vocab_size=VOCAB, n_layer=2, n_head=1, n_embd=2))
+    """A GPT whose biases and norms have three numbers: fewer than four ranks."""
+    return GPT(GPTConfig(block_size=8, vocab_size=VOCAB, n_layer=2, n_head=1, n_embd=3))
 
 
 def dropping_gpt() -> GPT:
@@ -75,14 +75,15 @@ def deep_gpt() -> GPT:
     return GPT(DEEP)
 
 
-def build(make: Any, seed: int) -> Any:
+def build(make: Any, seed: int, dtype: torch.dtype = torch.float32) -> Any:
     """The model with the weights that this seed gives; the global random state stays as it was.
 
     Biases, norms and the like are drawn too: what starts as zero or one on every rank would hide mistakes.
+    Weights in float64 have all of its digits: what goes through float32 does not come back the same.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make()
+        model = make().to(dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -42,7 +42,7 @@ def train_on_ranks(rank: Any, seed: int, kinds: list[str], batches: list[tuple[T
         return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
 
     for kind in ("first", *kinds):
-        model = build(Odd, seed).double().to(rank.device)
+        model = build(Odd, seed, torch.float64).to(rank.device)
         if kind == "first":
             steps = train(model, batches, "SGD", sharded, num_steps=1)
         else:

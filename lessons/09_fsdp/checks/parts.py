@@ -17,7 +17,7 @@ def gradients_by_rank(make_model: Any, seed: int, by_rank: Sequence[Batches]) ->
     """Each rank's own gradient of the first step, the sum over its passes."""
     found = []
     for batches in by_rank:
-        model = build(make_model, seed).double()
+        model = build(make_model, seed, torch.float64)
         for batch in batches[: PASSES[0]]:
             model(*batch)[1].backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})

@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 from grader.checks import Trial, check
 
+from .fully_sharded import run
 from .models import DEEP, build, bytes_of, deep_gpt, local, settle
 from .wire import SMALL, padded_bytes, require_travelled, travelled
 
@@ -91,7 +92,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     block = bytes_of(model.transformer.h[0])
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     return SimpleNamespace(
-        results=trial.run(measure, trial.seed(), batch),
+        results=run(trial, measure, trial.seed(), batch),
         model=model,
         num_blocks=DEEP.n_layer,
         block=block,
@@ -101,6 +102,12 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 
 RANKS = (2, 4)
+
+
+def kept(seen: Any, result: dict) -> bool:
+    """Whether most blocks' weights were still there between forward and backward."""
+    alive = result["step"].alive("between") - seen.share - result["activations"] - 2 * seen.outside
+    return alive > 0.6 * seen.num_blocks * seen.block
 
 
 def blocks(seen: Any, num_bytes: float) -> str:
@@ -140,7 +147,7 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
             help="Autograd keeps the weights for backward, whoever else lets go: shrink their storage and "
             "fill it again, or compute the block again in backward.",
             rank=r,
-            cause="the weights were never freed" if alive > 0.6 * seen.num_blocks * seen.block else "",
+            cause="the weights were never freed" if kept(seen, result) else "",
         )
 
 
@@ -167,11 +174,14 @@ def never_more_than_two_blocks_backward(trial: Trial) -> None:
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
         at = result["step"].alive_at
+        cause = "the weights are still there from forward" if kept(seen, result) else ""
         for number in reversed(range(seen.num_blocks)):
             if f"backward {number}" not in at:
                 continue
             activations = result["activations"] * (number + 2) / seen.num_blocks
             alive = at[f"backward {number}"] - 2 * seen.share - activations - 4 * seen.outside
+            if number == seen.num_blocks - 1 and not cause and alive > 0.6 * seen.num_blocks * seen.block:
+                cause = "everything is gathered again at once"
             trial.require(
                 alive <= 5.5 * seen.block + SMALL,
                 f"in the backward of block {number}, besides shards and activations {blocks(seen, alive)} "
@@ -179,7 +189,7 @@ def never_more_than_two_blocks_backward(trial: Trial) -> None:
                 "alive on it: weights and gradients of two are four",
                 help="When backward enters a block, reduce and free the one that it comes from.",
                 rank=r,
-                cause="everything is gathered again at once" if number >= seen.num_blocks // 2 else "",
+                cause=cause,
             )
 
 
@@ -202,6 +212,15 @@ def only_shards_after_backward(trial: Trial) -> None:
             help="A shard's .grad has the shard's size.",
             rank=r,
         )
+
+
+def ungathered(seen: Any, result: dict, gathered: int) -> str:
+    """Why too little was gathered."""
+    if not gathered:
+        return "nothing was gathered"
+    if kept(seen, result):
+        return "weights were kept from forward to backward"
+    return "the blocks were not gathered again for backward"
 
 
 @check("FullySharded", world_sizes=RANKS, subgroup=False)
@@ -228,6 +247,6 @@ def three_p_elements_travel(trial: Trial) -> None:
             f"for forward and for backward takes {2 * all_blocks:,}",
             help="Who frees a block after forward has to gather it again.",
             rank=r,
-            cause="weights were kept from forward to backward" if sent.gathered else "nothing was gathered",
+            cause=ungathered(seen, result, sent.gathered + sent.others),
         )
         require_travelled(trial, r, step, seen.model, 3, extra=2 * seen.outside + seen.block // 2)
