@@ -11,7 +11,6 @@ from grader.checks import Trial, check, exercise
 
 from .models import (
     ANOTHER_MASK,
-    STATE_KEPT,
     Given,
     Layers,
     build,
@@ -91,10 +90,8 @@ def observe_chain(trial: Trial) -> SimpleNamespace:
     run = partial(trial.run, chain, seeds=seeds)
     mine, plain = (run(how, *inputs)[0] for how in ("mine", "plain"))
     others = {
-        f"the second call drew another dropout mask{', each time the same' * (how == STATE_KEPT)}": partial(
-            lambda how: run(how, *inputs)[0]["gradients"], how
-        )
-        for how in ANOTHER_MASK
+        told: partial(lambda how: run(how, *inputs)[0]["gradients"], how)
+        for how, told in ANOTHER_MASK.items()
     }
     return SimpleNamespace(mine=mine, plain=plain, others=others)
 

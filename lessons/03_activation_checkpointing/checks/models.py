@@ -1,8 +1,8 @@
 """What the checks compute with: functions and models that write down how they are run."""
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,13 +50,18 @@ def describe_call(device: str) -> dict[str, Any]:
 def checkpoint_of(rank: Any, how: str) -> Callable[..., Tensor]:
     """The submission's `checkpoint`, or what a probe compares it with."""
     ways = {"plain": lambda function, *inputs: function(*inputs)}
-    ways |= {told: partial(forgetful, told == STATE_KEPT) for told in ANOTHER_MASK}
+    ways |= {told: partial(forgetful, told == STATE_KEPT) for told in (FORGOTTEN, STATE_KEPT)}
+    ways[STATE_LATE] = late
     return ways.get(how) or rank.submission.checkpoint
 
 
-STATE_KEPT = "another mask, state kept"
-ANOTHER_MASK = ("another mask", STATE_KEPT)
-"""What probes call checkpoints whose second call draws random numbers of its own."""
+FORGOTTEN, STATE_KEPT, STATE_LATE = "another mask", "another mask, state kept", "another mask, state of later"
+ANOTHER_MASK = {
+    FORGOTTEN: "the second call drew another dropout mask",
+    STATE_KEPT: "the second call drew another dropout mask, each time the same",
+    STATE_LATE: "the second call began with the random state of after the first: it was taken too late",
+}
+"""What probes call checkpoints whose second call draws other random numbers → what it looks like."""
 
 
 def forgetful(keep_state: bool, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -67,6 +72,30 @@ def forgetful(keep_state: bool, function: Callable[..., Tensor], *inputs: Any) -
     )
     return torch_checkpoint(
         function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
+    )
+
+
+def late(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """A checkpoint that remembers the random state of after its first call."""
+    states: list[Tensor] = []
+
+    @contextmanager
+    def first() -> Iterator[None]:
+        yield
+        states.append(torch.get_rng_state())
+
+    @contextmanager
+    def second() -> Iterator[None]:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.set_rng_state(states[0])
+            yield
+
+    return torch_checkpoint(
+        function,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (first(), second()),
     )
 
 
