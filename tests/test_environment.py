@@ -358,6 +358,13 @@ def test_a_python_that_does_not_run_is_not_taken_for_the_floor(tmp_path: Path) -
     assert floor.version_of(sys.executable) == "{}.{}".format(*sys.version_info)
 
 
+def test_the_floor_takes_colabs_python_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floor, "COLABS_PYTHON", "{}.{}".format(*sys.version_info))
+    assert next(floor.pythons()) == sys.executable
+    monkeypatch.setattr(floor, "COLABS_PYTHON", "3.99")
+    assert list(floor.pythons()) == []
+
+
 def test_colab_keeps_its_torch_and_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(colab, "_pip", lambda *arguments: commands.append(arguments))
