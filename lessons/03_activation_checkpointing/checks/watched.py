@@ -1,6 +1,7 @@
 """Checks of `watched_forward`, the program to repair: what runs twice must have effects once."""
 
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +25,10 @@ exercise(
 )
 
 
-def plain_forward(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
+def plain_forward(blocks: Any, x: Tensor, sizes: Tensor, share: float = 0.1, absolute: bool = True) -> Tensor:
     for i, block in enumerate(blocks):
-        sizes[i] += 0.1 * (x.detach().abs().mean() - sizes[i])
+        size = x.detach().abs() if absolute else x.detach()
+        sizes[i] += share * (size.mean() - sizes[i])
         x = block(x)
     return x
 
@@ -40,7 +42,13 @@ def of_outputs(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
 
 def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
     """Two forwards, then backward of both, then a forward without gradients."""
-    forward = {"plain": plain_forward, "of outputs": of_outputs}.get(how) or rank.submission.watched_forward
+    ways = {
+        "plain": plain_forward,
+        "of outputs": of_outputs,
+        "nine tenths": partial(plain_forward, share=0.9),
+        "with signs": partial(plain_forward, absolute=False),
+    }
+    forward = ways.get(how) or rank.submission.watched_forward
     blocks = build(lambda: GPT(GPTConfig(**config)).transformer.h, seed, rank.device)
     log, seen = Log(blocks), {}
     leaf, second, third = batches[0].requires_grad_(), *batches[1:]
@@ -83,7 +91,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     inputs = asdict(config), trial.seed(), batches, trial.normal(config.n_layer).abs()
     seeds = [trial.seed()]
     mine, plain = (trial.run(watch, how, *inputs, seeds=seeds)[0] for how in ("mine", "plain"))
-    other = lambda: trial.run(watch, "of outputs", *inputs, seeds=seeds)[0]["sizes"]  # noqa: E731
+    other = lambda how: trial.run(watch, how, *inputs, seeds=seeds)[0]["sizes"]  # noqa: E731
     return SimpleNamespace(
         mine=mine, plain=plain, other=other, num_blocks=config.n_layer, stream=batches[0].nbytes
     )
@@ -119,7 +127,15 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
             {when: f"sizes {when}"},
             seen.mine["sizes"],
             seen.plain["sizes"],
-            {"that is the mean of the outputs of the blocks": seen.other},
+            {
+                "that is the mean of the outputs of the blocks": partial(seen.other, "of outputs"),
+                "it moves nine tenths of the way: what was there counts nine tenths": partial(
+                    seen.other, "nine tenths"
+                ),
+                "that is the mean of the inputs with their signs, not of |input|": partial(
+                    seen.other, "with signs"
+                ),
+            },
             "sizes[i] moves a tenth of the way to the mean of |input of block i|.",
         )
     moved = [seen_by["sizes"]["after a forward without gradients"] for seen_by in (seen.mine, seen.plain)]

@@ -152,6 +152,9 @@ def slips(case: Case) -> dict[str, list[Part]]:
         "it is divided by all b·s targets, also by those that do not count": [
             (case.inputs, case.targets, every / case.targets.numel())
         ],
+        "targets of token 0 were not counted: only -1 does not count": [
+            (rows, goals, int((goals > 0).sum()) / int((case.targets > 0).sum())) for rows, goals in some
+        ],
         "the last micro-batch alone": [(*some[-1], 1.0)],
         "the last micro-batch's part alone": [(*some[-1], counted(some[-1][1]) / every)],
         "the batch is cut along the sequence: a micro-batch is whole sequences": [
@@ -191,6 +194,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
         right = all(agree(result["gradients"][name], truth) for name, truth in expected.items())
         wrong = {} if right and agree(result["loss"], loss) else slips(case)  # they take time to compute
         found = {text: weighted(case.config, case.seed, parts) for text, parts in wrong.items()}
+        pieces = microbatches(case) if wrong else {}
         factors = {
             "the number of micro-batches": float(case.num_microbatches),
             "the number of counted targets": float(counted(case.targets)),
@@ -203,6 +207,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
                 truth,
                 alternatives=alternatives | kept_slips(case, name, added[name]),
                 factors=factors,
+                terms={text: gradients[name] for text, (_, gradients) in pieces.items()},
                 help=help,
             )
         trial.close(
@@ -213,6 +218,19 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             factors=factors,
             help=help,
         )
+
+
+def microbatches(case: Case) -> dict[str, Any]:
+    """What each micro-batch adds, and what was there before: the terms of a gradient."""
+    every = counted(case.targets)
+    found: dict[str, Any] = {
+        f"micro-batch {j}": weighted(case.config, case.seed, [(rows, goals, counted(goals) / every)])
+        for j, (rows, goals) in enumerate(split(case))
+        if counted(goals)
+    }
+    if case.before is not None:
+        found["what stood in .grad before"] = None, {n: value.double() for n, value in case.before.items()}
+    return found
 
 
 def agree(actual: Any, expected: Tensor) -> bool:

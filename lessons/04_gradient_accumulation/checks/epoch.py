@@ -1,5 +1,6 @@
 """Checks of `train_epoch` (find the bug): an epoch's steps, each on all counted targets of its group."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -113,6 +114,9 @@ class Slip:
     clip_each: bool = False
     clip: bool = True
     zero: bool = True
+    by_value: bool = False
+    early: bool = False
+    """The scheduler comes before the optimizer."""
 
 
 def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float, even: bool = False) -> Any:
@@ -170,13 +174,19 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                 total += loss.item()
                 if slip.clip_each:
                     nn.utils.clip_grad_norm_(model.parameters(), NORM)
-            if slip.clip:
+            if slip.by_value:
+                nn.utils.clip_grad_value_(model.parameters(), NORM)
+            elif slip.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), NORM)
+            if slip.early:
+                with warnings.catch_warnings(action="ignore"):  # torch tells of it, too
+                    scheduler.step()
             seen.gradients.append(gradient_of(model))
             seen.rates.append(optimizer.param_groups[0]["lr"])
             seen.losses[-1].append(total)
             optimizer.step()
-            scheduler.step()
+            if not slip.early:
+                scheduler.step()
     seen.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return seen
 
@@ -194,6 +204,8 @@ SLIPS = {
         weigh="accumulate", clip_each=True
     ),
     "not clipped": Slip(clip=False),
+    "each element was clipped to 1 by itself, where the norm of all together belongs": Slip(by_value=True),
+    "the scheduler moved on before the optimizer had made its step": Slip(early=True),
     "no zero_grad: the gradients of the steps before are still there": Slip(zero=False),
 }
 

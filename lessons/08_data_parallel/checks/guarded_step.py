@@ -64,14 +64,17 @@ def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -
     return SimpleNamespace(results=results, seed=seed, steps=steps, broken=broken)
 
 
-def reference_weights(seen: SimpleNamespace, average_first: bool = True) -> list[dict[str, Tensor]]:
-    """The weights after each step, as one process would have them."""
+def reference_weights(
+    seen: SimpleNamespace, average_first: bool = True, clip_each: bool = False, forget: bool = True
+) -> list[dict[str, Tensor]]:
+    """The weights after each step, as one process would have them, or one that does something else."""
     model = build(Regression, seen.seed).double()
     optimizer = guarded_optimizer(model)
     after = []
+    means = [torch.zeros_like(p) for p in model.parameters()]
     for batches, ranks in zip(seen.steps, seen.broken, strict=True):
         if not ranks:
-            means = [torch.zeros_like(p) for p in model.parameters()]
+            means = [torch.zeros_like(mean) if forget else mean.clone() for mean in means]
             for inputs, targets in batches:
                 optimizer.zero_grad()
                 model(inputs.double(), targets.double())[1].backward()
@@ -81,7 +84,9 @@ def reference_weights(seen: SimpleNamespace, average_first: bool = True) -> list
                     mean += parameter.grad / len(batches)
             for mean, parameter in zip(means, model.parameters(), strict=True):
                 parameter.grad = mean
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            together = [[p] for p in model.parameters()] if clip_each else [list(model.parameters())]
+            for parameters in together:
+                nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
         after.append(weights(model))
     return after
@@ -89,7 +94,18 @@ def reference_weights(seen: SimpleNamespace, average_first: bool = True) -> list
 
 def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     """Which steps were taken, and the weights after each."""
-    expected, clipped = reference_weights(seen), reference_weights(seen, average_first=False)
+    expected = reference_weights(seen)
+    others = {
+        "the step of gradients that were clipped before they were averaged": reference_weights(
+            seen, average_first=False
+        ),
+        "every parameter's gradient was clipped to norm 1 by itself: the norm is that of all together": (
+            reference_weights(seen, clip_each=True)
+        ),
+        "the gradient of the steps before is still there: zero_grad() comes first": reference_weights(
+            seen, forget=False
+        ),
+    }
     want = [not ranks for ranks in seen.broken]
     for r, result in enumerate(seen.results):
         trial.require(
@@ -109,7 +125,7 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
                 expected[i][name],
                 alternatives={
                     "what it was before the step": before[name],
-                    "the step of gradients that were clipped before they were averaged": clipped[i][name],
+                    **{cause: other[i][name] for cause, other in others.items()},
                 }
                 if want[i]
                 else {},

@@ -111,7 +111,14 @@ def require_mean(trial: Trial, seen: SimpleNamespace, names: list[str] | None = 
     if tied and fitting:
         help = "model.parameters() names a tied weight once; modules and state_dict() name it twice."
     what = f"the gradient of {first}"
-    trial.close(what, found[first], seen.expected[first], alternatives=fitting, help=help)
+    trial.close(
+        what,
+        found[first],
+        seen.expected[first],
+        alternatives=fitting,
+        help=help,
+        terms=[own[first] for own in seen.own],
+    )
 
 
 def _fits(actual: list[Tensor], value: Tensor | list[Tensor], ranks: list[int]) -> bool:

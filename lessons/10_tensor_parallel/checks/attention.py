@@ -155,9 +155,25 @@ def attention_output_is_the_dense_one(trial: Trial) -> None:
         return {
             "queries, keys and values mixed up: the fused c_attn was cut contiguously as one matrix": mixed,
             "this rank's heads alone: nothing was summed over the ranks": own,
-        } | scaled_otherwise(attention, seen.x, n)
+        } | (scaled_otherwise(attention, seen.x, n) | exchanged(attention, seen.x))
 
     branch_output(trial, "tensor_parallel_attention", partial)
+
+
+def exchanged(attention: CausalSelfAttention, x: Tensor) -> dict[str, Tensor]:
+    """The dense output, if two of queries, keys and values are taken for each other."""
+    found = {}
+    for told, order in (
+        ("queries and keys", (1, 0, 2)),
+        ("keys and values", (0, 2, 1)),
+        ("queries and values", (2, 1, 0)),
+    ):
+        layer = copy.deepcopy(attention)
+        with torch.no_grad():
+            for parameter in layer.c_attn.parameters():
+                parameter.copy_(parameter.unflatten(0, (3, -1))[list(order)].flatten(0, 1))
+            found[f"{told} have changed places in c_attn"] = layer(x.double())
+    return found
 
 
 def scaled_otherwise(attention: CausalSelfAttention, x: Tensor, n: int) -> dict[str, Tensor]:

@@ -133,6 +133,10 @@ def embedding_output_is_the_dense_one(trial: Trial) -> None:
                 "a stray row was added by each rank that does not have the token": sum(
                     o.double() + s for o, s in zip(own, first_rows, strict=False)
                 ),
+                "the first row of each rank is zero: its tokens were taken for another rank's": seen.output
+                * ~torch.isin(seen.idx, torch.tensor([first for first, size in ranges if size])).unsqueeze(
+                    -1
+                ),
             } | rows_not_zeroed(seen, trial.num_ranks)
         trial.close(f"the output ({name})", each_rank(seen, "output"), seen.output, alternatives=alternatives)
         for rank, result in enumerate(seen.results):

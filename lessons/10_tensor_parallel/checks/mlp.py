@@ -76,12 +76,18 @@ def mlp_output_is_the_dense_one(trial: Trial) -> None:
 
     def partial(seen: SimpleNamespace) -> dict:
         w, n = {k: v.double() for k, v in seen.weights.items()}, trial.num_ranks
+        wide = F.linear(seen.x.double(), w["c_fc.weight"], w.get("c_fc.bias"))
+        linear = F.linear(wide, w["c_proj.weight"], w.get("c_proj.bias"))
         sums = []
         for rank in range(n):
             cut = mlp_cuts(w, rank, n)
             hidden = F.gelu(F.linear(seen.x.double(), cut["c_fc.weight"], cut.get("c_fc.bias")))
             sums.append(F.linear(hidden, cut["c_proj.weight"], cut.get("c_proj.bias")))
-        return {"this rank's partial sum: nothing was summed over the ranks": sums}
+        return {
+            "this rank's partial sum: nothing was summed over the ranks": sums,
+            "there is no GELU between the layers": linear,
+            "a GELU stands behind c_proj as well": F.gelu(seen.dense.output),
+        }
 
     branch_output(trial, "tensor_parallel_mlp", partial)
 

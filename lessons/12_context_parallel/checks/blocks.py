@@ -172,6 +172,9 @@ def require_block(trial: Trial, name: str, help: str = "") -> None:
         ~mask if mask is not None else torch.zeros(s_q, s_k, dtype=torch.bool), -math.inf
     ).amax(-1)
     lses["it is the sum of exponentials, without the logarithm"] = lse.exp()
+    largest = lses["it is the largest score, not the log-sum-exp"]
+    lses["the largest score was taken off before exp, and is not added again"] = lse - largest
+    lses["the largest score was taken off a second time, where it has to be added again"] = lse - 2 * largest
     trial.close(
         f"lse {told}",
         of_rows(result["lse"], rows),

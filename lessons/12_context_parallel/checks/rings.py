@@ -160,7 +160,11 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
         visible = sum((w[0] <= torch.arange(length)).long() for w in blocks)
         wrong[f"the {told}' outputs are added, without rescaling"] = sum(found)
         wrong[f"the {told}' outputs are averaged, without rescaling"] = sum(found) / visible.view(-1, 1)
-    return {cause: by_parts(seen, whole) for cause, whole in wrong.items()}
+    found = {cause: by_parts(seen, whole) for cause, whole in wrong.items()}
+    found["the keys travel, and the values that they meet are this rank's own: both must travel"] = [
+        attention(q, k, v[:, :, w][:, :, place], causal(length))[0][:, :, w] for w in seen.where
+    ]
+    return found
 
 
 def require_outputs(trial: Trial, seen: SimpleNamespace) -> None:
