@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from grader import run_ranks
 from nanogpt.config import TrainConfig
@@ -125,6 +126,22 @@ def gradients_with_hooks() -> dict:
 def test_hooks_on_parameters_survive_sharding() -> None:
     for differences in run_ranks(gradients_with_hooks, ranks=2):
         assert max(differences.values()) < 1e-12, differences
+
+
+def step_of_fully_shard() -> float:
+    module = fsdp.fully_shard_gpt(GPT(CONFIG), DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    optimizer = torch.optim.AdamW(module.parameters())
+    loss = module(torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long))[1]
+    loss.backward()
+    under_way = dist.all_reduce(torch.ones(3), async_op=True)  # while the step asks fake tensors for shapes
+    optimizer.step()
+    under_way.wait()
+    return loss.item()
+
+
+def test_pytorchs_own_is_watched_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(loss > 0 for loss in run_ranks(step_of_fully_shard, ranks=2))
+    assert capsys.readouterr().out == ""
 
 
 class OneShard(nn.Module):

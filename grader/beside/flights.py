@@ -45,7 +45,9 @@ class Stretch:
     @classmethod
     def of(cls, tensor: Tensor) -> "Stretch | None":
         """None where nothing lies in memory that can be compared."""
-        if tensor.numel() == 0 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if tensor.numel() == 0 or tensor.layout != torch.strided:
+            return None
+        if tensor.untyped_storage().device.type != "cpu":  # a fake tensor says cpu, and has no memory
             return None
         start, item = tensor.data_ptr(), tensor.element_size()
         length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
