@@ -371,9 +371,11 @@ class AdaptedRowLinear(nn.Module):
         super().__init__()
         self.group = group
         share = shard_size(in_features, group, "in_features")
-        self.weight = nn.Parameter(torch.empty(out_features, share).normal_(std=0.02), requires_grad=False)
+        own = slice(group.rank() * share, (group.rank() + 1) * share)  # of a matrix that every rank draws
+        weight = torch.empty(out_features, in_features).normal_(std=0.02)[:, own].clone()
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(low_rank, share).normal_(std=0.02))
+        self.down = nn.Parameter(torch.empty(low_rank, in_features).normal_(std=0.02)[:, own].clone())
         self.up = nn.Parameter(torch.zeros(out_features, low_rank))
         self.up.register_hook(self.sum_over_group)
 
