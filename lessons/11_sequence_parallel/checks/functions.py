@@ -81,6 +81,16 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
 PAIRS = Pairs(drawn)
 
 
+def other_tokens(whole: Tensor, n: int) -> dict[str, list[Tensor]]:
+    """Ways to give each rank a part of (b, s, h) that is not its own: by cause, what every rank has."""
+    contiguous = parts(whole, 1, n)
+    return {
+        "every n-th token, where contiguous ones belong": [whole[:, r::n] for r in range(n)],
+        "the first rank's tokens on every rank": [contiguous[0]] * n,
+        "the tokens of the rank opposite": contiguous[::-1],
+    }
+
+
 # gather_sequence
 
 
@@ -88,8 +98,10 @@ PAIRS = Pairs(drawn)
 def gathered_in_rank_order(trial: Trial) -> None:
     """Every rank gets all tokens, (b, s, h), in rank order along dimension 1."""
     seen = PAIRS.plain(trial, "gather_sequence")
-    n = trial.num_ranks
-    alternatives = {} if n == 1 else {"joined in the opposite order": torch.cat(seen.xs[::-1], 1)}
+    alternatives = {
+        "joined in the opposite order": torch.cat(seen.xs[::-1], 1),
+        "interleaved: one token of each rank in turn": torch.stack(seen.xs, 2).flatten(1, 2),
+    }
     trial.close(
         "the output",
         each_rank(seen, "output"),
@@ -112,8 +124,8 @@ def gather_sums_the_gradients_of_own_tokens(trial: Trial) -> None:
         alternatives={
             "only this rank's own gradient: nothing was summed": own,
             "the mean over the ranks": [g / n for g in seen.gradients],
-            "the tokens of the rank opposite": seen.gradients[::-1],
-        },
+        }
+        | other_tokens(sum(u.double() for u in seen.upstreams), n),
         help="In lesson 10 what followed a gather was replicated. Here it is cut: each rank knows a part.",
     )
 
@@ -155,8 +167,8 @@ def own_tokens_of_the_sum(trial: Trial) -> None:
         alternatives={
             "only this rank's own x: nothing was summed": [parts(x, 1, n)[r] for r, x in enumerate(seen.xs)],
             "the mean over the ranks": [o / n for o in seen.outputs],
-            "the tokens of the rank opposite": seen.outputs[::-1],
-        },
+        }
+        | other_tokens(sum(x.double() for x in seen.xs), n),
         help="Split x along dimension 1 into n parts: the r-th of each rank is summed on rank r.",
     )
 
@@ -230,10 +242,9 @@ def own_tokens_of_x(trial: Trial) -> None:
         each_rank(seen, "output"),
         seen.outputs,
         alternatives={
-            "every n-th token: the part is to be contiguous": [seen.xs[0][:, r::n] for r in range(n)],
-            "the tokens of the rank opposite": seen.outputs[::-1],
             "the sum over the ranks: x is the same on all of them": [n * o for o in seen.outputs],
-        },
+        }
+        | other_tokens(seen.xs[0], n),
         help="Rank r takes tokens r·s/n up to (r+1)·s/n, along dimension 1.",
     )
 
