@@ -61,7 +61,8 @@ def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' tokens, in rank order; backward is a reduce-scatter.
 
     x (b, s/n, h) to (b, s, h). What follows is cut work, of which each rank knows a part of the gradient of
-    every token: this rank's tokens get the sum. Neither x nor the gradient that comes in is changed.
+    every token: this rank's tokens get the sum. Neither x nor the gradient that comes in is changed. Any
+    dtype and layout in memory, also one that differs between ranks.
     """
     # answer
     return _GatherSequence.apply(x, group)
@@ -87,7 +88,7 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens of the sum over the ranks; backward is an all-gather.
 
     x (b, s, h), a partial result, to (b, s/n, h), rank r the r-th tokens. Neither x nor the gradient that
-    comes in is changed.
+    comes in is changed. Any dtype and layout in memory, also one that differs between ranks.
 
     Raises:
         ValueError: s does not divide by n.
@@ -118,6 +119,8 @@ def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens of an x that is the same on every rank; backward gathers the ranks' gradients.
 
     x (b, s, h) to (b, s/n, h), rank r the r-th tokens. The gradient of x is whole, and the same everywhere.
+    The forward sends nothing. Neither x nor the gradient that comes in is changed. Any dtype and layout in
+    memory, also one that differs between ranks.
 
     Raises:
         ValueError: s does not divide by n.
@@ -157,7 +160,8 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Proce
 
     x (b, s/n, in) to (b, s, out/n), with this rank's rows of a column-parallel layer: weight (out/n, in),
     bias (out/n) or None. The gathered x is not kept: backward gathers it again for the gradient of the
-    weight. So one all-gather forward; one all-gather and one reduce-scatter backward.
+    weight. So one all-gather forward; one all-gather and one reduce-scatter backward. Neither the inputs nor
+    the gradient that comes in are changed.
     """
     # answer
     return _GatheredLinear.apply(x, weight, bias, group)

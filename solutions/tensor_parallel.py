@@ -475,7 +475,8 @@ class MultiQueryAttention(nn.Module):
     """Causal attention in which all heads share one key head and one value head (Shazeer 2019).
 
     Rank r computes the r-th query heads. The one key and value head is needed by all of them, so
-    `key_value` is replicated: the same weights on every rank, computed by every rank.
+    `key_value` is replicated: the same weights on every rank, computed by every rank. After backward the
+    gradients of all weights and of x are those of the dense attention.
     """
 
     def __init__(self, width: int, num_heads: int, *, group: ProcessGroup) -> None:

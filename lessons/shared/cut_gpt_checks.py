@@ -38,16 +38,16 @@ def given_one_is_changed(trial: Trial, seen: SimpleNamespace) -> None:
     """The model that was given came back, with GPT's names."""
     for rank, result in enumerate(seen.results):
         trial.require(
-            result["changed"],
-            "another model came back than the one that was given",
-            help="Change the given model and return it: an optimizer may hold its replicated parameters.",
+            result["given_back"],
+            "another module came back than the one that was given",
+            help="Change the given one and return it: who holds it would see no change.",
             rank=rank,
         )
         odd = sorted((set(seen.weights) ^ set(result["weights"])) - set(TABLE))
         trial.require(
             not odd,
             f"these parameters are missing, or new: {', '.join(odd)}",
-            help="Parameter names stay GPT's.",
+            help="Parameter names stay the dense one's, and a bias is there if it has one.",
             rank=rank,
         )
 

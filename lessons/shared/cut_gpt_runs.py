@@ -43,7 +43,7 @@ def two_passes(rank, function: str, config: dict, weights: dict, idx: Tensor, ta
         last, none = model(idx)
     return {
         "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
-        "tied": tied(model), "changed": model is given, "twice": twice, "recording": recording, **held,
+        "tied": tied(model), "given_back": model is given, "twice": twice, "recording": recording, **held,
     }  # fmt: skip
 
 

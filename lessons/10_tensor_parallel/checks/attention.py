@@ -24,6 +24,7 @@ from lessons_shared.cut_gpt import (
     shape_of,
     small_config,
 )
+from lessons_shared.cut_gpt_checks import given_one_is_changed
 from lessons_shared.refusals import refused, undividable
 from lessons_shared.wire import computes_a_share
 from nanogpt.model import CausalSelfAttention, GPTConfig
@@ -34,7 +35,6 @@ from .branches import (
     branch_dropout,
     branch_output,
     branch_refusal_probe,
-    given_one_is_changed,
 )
 from .shared import SIZES
 

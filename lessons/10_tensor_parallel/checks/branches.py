@@ -46,7 +46,7 @@ def one_branch(rank, name: str, config: dict, weights: dict, x: Tensor, upstream
         "output": y,
         "gradient": x.grad,
         "recording": recording,
-        "changed": branch is given,
+        "given_back": branch is given,
         **describe(branch),
     }
 
@@ -84,24 +84,6 @@ def branch_case(trial: Trial, name: str, bias: bool) -> SimpleNamespace:
 
 
 BRANCHES = {name: observe_branch(name) for name in BRANCH}
-
-
-def given_one_is_changed(trial: Trial, seen: SimpleNamespace) -> None:
-    """The module that was given came back, with parameters of the dense one's names."""
-    for rank, result in enumerate(seen.results):
-        trial.require(
-            result["changed"],
-            "another module came back than the one that was given",
-            help="Replace the layers of the given module, and return it: who holds it would see no change.",
-            rank=rank,
-        )
-        odd = sorted(set(result["weights"]) ^ set(seen.weights))
-        trial.require(
-            not odd,
-            f"the dense one has not these parameters, or has them alone: {', '.join(odd)}",
-            help="c_fc, c_attn and c_proj keep their names, and have a bias if the dense layers have one.",
-            rank=rank,
-        )
 
 
 def branch_output(trial: Trial, name: str, partial) -> None:

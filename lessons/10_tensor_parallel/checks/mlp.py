@@ -16,6 +16,7 @@ from lessons_shared.cut_gpt import (
     own_part,
     small_config,
 )
+from lessons_shared.cut_gpt_checks import given_one_is_changed
 from lessons_shared.refusals import refused
 from lessons_shared.wire import computes_a_share
 
@@ -25,7 +26,6 @@ from .branches import (
     branch_dropout,
     branch_output,
     branch_refusal_probe,
-    given_one_is_changed,
 )
 from .shared import SIZES
 
