@@ -106,9 +106,22 @@ def run_ranks(
             print(textwrap.indent(state.output.rstrip("\n"), f"[rank {rank}] "))
     trouble = ending(report, _locate, limits, range(ranks))
     if trouble is not None:
-        parts = [trouble.message, trouble.cause, *trouble.details, trouble.help]
-        raise RuntimeError("\n  ".join(part for part in parts if part)) from None
+        message, *parts = [trouble.message, trouble.cause, *trouble.details, trouble.help]
+        lines = [_wrapped(message, ""), *(_wrapped(part, "  ") for part in parts if part)]
+        raise RuntimeError("\n".join(lines)) from None
     return [state.result for state in report.ranks]
+
+
+def _wrapped(text: str, indent: str) -> str:
+    """Lines that a notebook shows whole; a quoted line of code breaks between its words alone."""
+    return textwrap.fill(
+        text,
+        width=100,
+        initial_indent=indent,
+        subsequent_indent=indent + "    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _others(definition: Any, uses: tuple[str, ...]) -> dict[str, Any]:
