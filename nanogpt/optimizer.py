@@ -25,19 +25,26 @@ def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients so that their norm is at most max_norm; returns the norm before.
-
-    torch's `vector_norm` reads a tensor once, but adds up a long one carelessly on the CPU: a relative 1e-4
-    for two million fp32 numbers, which is enough to part the curves of one rank and of many. So it is asked
-    for the norm of each row, and then for the norm of these.
-    """
+    """Scale gradients so that their norm is at most max_norm; returns the norm before."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not trained:
         return torch.tensor(0.0)
-    rows = [vector_norm(p.grad.detach().float(), dim=-1) for p in trained]
-    norm = vector_norm(torch.stack([vector_norm(norms) for norms in rows]))
+    squares = [_sum_of_squares(parameter.grad.detach().float()) for parameter in trained]
+    norm = torch.stack(squares).sum().sqrt()
     nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
     return norm
+
+
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    """Of all elements, read once.
+
+    torch's `vector_norm` adds up a long tensor carelessly on the CPU: a relative 1e-4 for two million fp32
+    numbers, which is enough to part the curves of one rank and of many. So it is asked for the norm of each
+    row, and then for the norm of these.
+    """
+    if type(gradient) is not Tensor:  # the rows of a DTensor may be cut, and every norm would be sent round
+        return gradient.square().sum()
+    return vector_norm(vector_norm(gradient, dim=-1)).square()
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

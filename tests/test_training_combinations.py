@@ -19,7 +19,7 @@ TOGETHER = (
 
 @pytest.mark.slow
 def test_all_of_them_follow_the_curve_of_one_rank() -> None:
-    found = measure(Plan(TOGETHER, rounds=1), num_ranks=2)
+    found = measure(Plan(TOGETHER, rounds=1), num_ranks=2).ways
     assert len(found) == 2 * len(TOGETHER) - 1
     off = {f"{way} by {by}": one.loss_difference for (way, by), one in found.items()}
     assert {name: difference for name, difference in off.items() if not difference < 1e-4} == {}

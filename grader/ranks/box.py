@@ -40,7 +40,7 @@ OUTSIDE = "/outside"
 def enter(plan: dict) -> None:
     """Raise loopback, lay out the new root, drop every capability, become the command."""
     os.umask(0o022)
-    _raise_loopback()
+    raise_loopback()
     _turn_to_a_new_root()
     for folder, mode in (("/tmp", "1777"), ("/dev", "755"), ("/dev/shm", "1777")):
         _mount(folder, "tmpfs", MS_NOSUID, f"mode={mode},size={FRESH_BYTES}")
@@ -66,7 +66,7 @@ def enter(plan: dict) -> None:
     os.execv(plan["command"][0], plan["command"])
 
 
-def _raise_loopback() -> None:
+def raise_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("16sH14s", b"lo", 0, b"")
         (_, flags, _) = struct.unpack("16sH14s", fcntl.ioctl(probe, SIOCGIFFLAGS, request))

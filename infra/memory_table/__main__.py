@@ -1,7 +1,9 @@
 """`python -m infra.memory_table`: one model trained in every way, predicted and measured bytes side by side.
 
-Every number is for the rank that holds most, in MB (10^6 bytes). Each way is made by this course
-("solutions") and by PyTorch ("torch"); their steps take turns, so that their speeds can be compared.
+What is held is that of the rank that holds most, what is sent the mean of all ranks, in MB (10^6 bytes). Each
+way is made by this course ("solutions") and by PyTorch ("torch"); their steps take turns, so that their
+speeds can be compared. Bytes on the wire have three numbers: predicted by the lessons' formulas; recorded,
+which is what torch was asked to send; witnessed, which is what the loopback interface carried.
 """
 
 import dataclasses
@@ -14,14 +16,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from infra.memory_table.differences import differences
-from infra.memory_table.measure import Measured, Plan, measure
-from infra.memory_table.predict import Predicted, predict
-from infra.memory_table.ways import WAYS, Way, train_config
-from nanogpt.data import load_tokens
-from nanogpt.tokenizer import load_encoding
+from infra.memory_table.measure import Found, Plan, Sent, measure
+from infra.memory_table.rows import HELD, Row, frames, rows
+from infra.memory_table.single import NUM_ELEMENTS, predicted_bytes
+from infra.memory_table.ways import WAYS
 
-COLUMNS = ("weights", "gradients", "optimizer", "activations", "wire")
+WITNESSED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -40,67 +40,70 @@ class Options:
     """Draw the bytes of a rank to this file."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way by one maker on some ranks."""
-
-    way: Way
-    by: str
-    num_ranks: int
-    predicted: Predicted
-    measured: Measured
-    notes: dict[str, list[str]]
-    """Column → why it is not as predicted."""
-    unexplained: dict[str, float]
-    """Column → bytes that nothing here explains."""
-
-
-def rows(options: Options, num_ranks: int) -> list[Row]:
-    """Measure on `num_ranks` ranks, and put the predictions beside."""
+def plan(options: Options) -> Plan:
+    """What the options ask for."""
     ways = tuple(way for way in WAYS if not options.only or way.parallel in options.only)
-    vocab_size = -(-load_encoding(load_tokens("stdlib", None).encoding).n_vocab // 64) * 64
-    return [
-        _row(way, by, num_ranks, measured, vocab_size)
-        for (way, by), measured in measure(Plan(ways, options.rounds), num_ranks).items()
-    ]
+    return Plan(ways, options.rounds, witnessed=WITNESSED_STEPS, collectives=True)
 
 
-def _row(way: Way, by: str, num_ranks: int, measured: Measured, vocab_size: int) -> Row:
-    train = train_config(way, Path())
-    model = train.model_config(vocab_size)
-    predicted = predict(way, num_ranks, train, model)
-    notes: dict[str, list[str]] = {}
-    left = {column: getattr(measured, column) - getattr(predicted, column) for column in COLUMNS}
-    for difference in differences(way, by, num_ranks, train, model):
-        if not left[difference.column]:
-            continue
-        size = left[difference.column] if difference.num_bytes is None else difference.num_bytes
-        left[difference.column] -= size
-        notes.setdefault(difference.column, []).append(f"{size:+,.0f} bytes: {difference.reason}")
-    unexplained = {column: size for column, size in left.items() if round(size)}
-    for column, size in unexplained.items():
-        notes.setdefault(column, []).append(f"{size:+,.0f} bytes: not explained")
-    return Row(way, by, num_ranks, predicted, measured, notes, unexplained)
+def _mb(*sizes: float | None) -> str:
+    return " ".join("-" if size is None else f"{size / 1e6:.2f}" for size in sizes)
 
 
 def print_table(console: Console, table_rows: list[Row]) -> None:
     """Predicted and measured side by side; below, every difference by its name."""
     table = Table(box=None, pad_edge=False, title_justify="left")
     table.add_column(f"{table_rows[0].num_ranks} ranks, MB: predicted measured")
-    for column in ("by", *COLUMNS, "tokens/s", "loss"):
+    for column in ("by", *HELD, "wire: predicted recorded witnessed", "tokens/s", "loss"):
         table.add_column(column, justify="left" if column == "by" else "right")
     marks: dict[str, int] = {}
+
+    def marked(text: str, notes: list[str]) -> str:
+        numbers = [str(marks.setdefault(note, len(marks) + 1)) for note in notes]
+        return f"{text} [{','.join(numbers)}]" if numbers else text
+
     for row in table_rows:
-        cells = []
-        for column in COLUMNS:
-            numbers = [str(marks.setdefault(note, len(marks) + 1)) for note in row.notes.get(column, [])]
-            pair = f"{getattr(row.predicted, column) / 1e6:.2f} {getattr(row.measured, column) / 1e6:.2f}"
-            cells.append(f"{pair} [{','.join(numbers)}]" if numbers else pair)
+        sizes = ((getattr(row.predicted, name), getattr(row.measured, name)) for name in HELD)
+        cells = [marked(_mb(*pair), row.notes.get(name, [])) for name, pair in zip(HELD, sizes, strict=True)]
+        wire = row.measured.wire
+        wire_notes = [*row.notes.get("wire", []), *row.notes.get("witnessed", [])]
+        cells.append(marked(_mb(row.predicted.wire, wire.recorded, wire.witnessed), wire_notes))
         speed, loss = row.measured.tokens_per_second, row.measured.loss_difference
         table.add_row(str(row.way), row.by, *cells, f"{speed:,.0f}", f"{loss:.0e}")
     console.print(table, markup=False)
     for note, number in marks.items():
         console.print(f"[{number}] {note}", markup=False)
+
+
+def print_collectives(console: Console, collectives: dict[tuple[str, str], Sent], num_ranks: int) -> None:
+    """Lesson 07's and torch's on one tensor, and how often what is predicted really travels."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"{num_ranks} ranks, {NUM_ELEMENTS:,} numbers, MB a rank")
+    for column in ("by", "predicted", "recorded", "witnessed", "times predicted", "with frames"):
+        table.add_column(column, justify="left" if column == "by" else "right")
+    for (name, by), sent in collectives.items():
+        predicted = predicted_bytes(name, num_ranks)
+        times = ["-", "-"]
+        if sent.witnessed is not None and sent.framing is not None:
+            times = [f"{total / predicted:.4f}" for total in (sent.witnessed, sent.witnessed + sent.framing)]
+        table.add_row(name, by, *_mb(predicted, sent.recorded, sent.witnessed).split(), *times)
+    console.print(table, markup=False)
+
+
+def print_witness(console: Console, found: Found) -> None:
+    """How the bytes were witnessed, or why not."""
+    if found.why_not_witnessed:
+        why = f"this machine gives us no network of our own ({found.why_not_witnessed})"
+        console.print(f"Witnessed: nothing, because {why}.", markup=False)
+        return
+    shares = frames([measured.wire for measured in found.ways.values()])
+    assert shares is not None, "what was witnessed has frames"
+    console.print(
+        "Witnessed: on loopback, in a network of its own, where nothing else travels; the least of "
+        f"{WITNESSED_STEPS} steps. Taken off: the headers of IP and TCP, {found.header_bytes} bytes of each "
+        f"packet, {shares[0]:.2%} to {shares[1]:.2%} more.",
+        markup=False,
+    )
 
 
 def main() -> None:
@@ -109,19 +112,25 @@ def main() -> None:
     known = {way.parallel for way in WAYS}
     if unknown := set(options.only) - known:
         sys.exit(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(sorted(filter(None, known)))}")
-    console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 190, highlight=False)
     everything: list[Row] = []
+    alone: list[dict] = []
     for num_ranks in options.ranks:
         with console.status(f"training on {num_ranks} ranks"):
-            found = rows(options, num_ranks)
-        print_table(console, found)
+            found = measure(plan(options), num_ranks)
+        table_rows = rows(found, num_ranks)
+        print_table(console, table_rows)
+        print_collectives(console, found.collectives, num_ranks)
+        print_witness(console, found)
         console.print()
-        everything += found
+        everything += table_rows
+        for (name, by), sent in found.collectives.items():
+            alone.append({"collective": name, "by": by, "num_ranks": num_ranks, **dataclasses.asdict(sent)})
     if options.json is not None:
         plain = [{**dataclasses.asdict(row), "way": str(row.way)} for row in everything]
-        options.json.write_text(json.dumps(plain, indent=2) + "\n")
+        options.json.write_text(json.dumps({"ways": plain, "collectives": alone}, indent=2) + "\n")
     if options.picture is not None:
-        from infra.memory_table.picture import draw
+        from infra.memory_table.picture import draw  # matplotlib is slow to import
 
         draw(everything, options.picture)
 

@@ -41,6 +41,11 @@ class Way:
         return tuple(found)
 
 
+def makers(way: Way) -> tuple[str, ...]:
+    """By whom there is an implementation."""
+    return ("solutions", "torch") if way.in_pytorch else ("solutions",)
+
+
 ONE_RANK = Way()
 WAYS = (
     Way("data_parallel"),
