@@ -51,7 +51,7 @@ def event(kind: str, num_elements: int, shape: tuple[int, ...], n: int) -> Event
     return Event(
         **dict(kind=kind, num_bytes=4 * num_elements, num_elements=num_elements, shape=shape),
         **dict(dtype="float32", group=tuple(range(n)), peer=None, op="SUM", asynchronous=False),
-        **dict(file="", line=0, after="", index=0, address=0, waits=0),
+        **dict(file="", line=0, after="", index=0),
     )
 
 

@@ -63,7 +63,8 @@ class Sizes:
 def differences(way: Way, by: str, num_ranks: int, train: TrainConfig, model: GPTConfig) -> list[Difference]:
     """What to add to the prediction for `way`, made by "solutions" or by "torch"."""
     sizes = Sizes.of(num_ranks, train, model)
-    return _in_pytorch(way, sizes, model) if by == "torch" else _in_ours(way, sizes)
+    of_the_loop = Difference("activations", "the loop: whether any target of the share counts", BOOL)
+    return [of_the_loop, *(_in_pytorch(way, sizes, model) if by == "torch" else _in_ours(way, sizes))]
 
 
 def _in_ours(way: Way, z: Sizes) -> list[Difference]:
