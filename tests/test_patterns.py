@@ -51,6 +51,12 @@ def test_factors_of_one_rank(factor: float, words: str) -> None:
     assert "times" not in cause([spoiled(factor * WHOLE, 2, 3)], [WHOLE])
 
 
+def test_factors_of_other_numbers_of_ranks() -> None:
+    assert "1 / (n - 1) with n = 4 ranks" in cause([e / 3 for e in E4], E4)
+    assert "n - 1 with n = 4 ranks" in cause([3 * e for e in E4], E4)
+    assert "0.016667 times what it should be (1/60)" in cause([WHOLE / 60], [WHOLE])
+
+
 def test_all_ranks_but_one_add_up() -> None:
     assert "(n - 1) / n with n = 4 ranks" in cause([0.75 * e for e in E4], E4)
 
@@ -97,6 +103,8 @@ def test_orders_of_rows() -> None:
     swapped = WHOLE[[0, 1, 4, 5, 2, 3, 6, 7]]
     assert "rows 2 to 3 hold what belongs in rows 4 to 5" in cause([swapped], [WHOLE])
     assert "hold" not in cause([spoiled(swapped, 7, 0)], [WHOLE])
+    turned = WHOLE[[0, 1, 5, 4, 3, 2, 7, 6]]
+    assert cause([turned], [WHOLE]) == "rows 2 to 5, rows 6 to 7 are in reverse order"
 
 
 def test_one_row_everywhere_and_one_buffer_twice() -> None:
@@ -254,6 +262,12 @@ def test_terms_of_a_sum() -> None:
     both = TERMS[0] + TERMS[1]
     assert cause([both + TERMS[1]], [both], terms=named) == "the embedding's counts 2 times"
     assert cause([spoiled(total - TERMS[2], 0, 0)] * 4, [total] * 4, terms=TERMS) == ""
+    less = [2 * term - total for term in TERMS]  # what arrives is taken off
+    assert "rank 1's part, rank 2's part and rank 3's part count -1 times" in cause(
+        less, [total] * 4, terms=TERMS
+    )
+    by_name = {f"rank {r}'s part": term for r, term in enumerate(TERMS)}
+    assert cause(without, [total] * 4, terms=by_name) == "this rank's own part is missing"
     largest = torch.stack(TERMS).amax(0)
     assert "the largest of the ranks' parts" in cause([largest] * 4, [mean] * 4, terms=TERMS)
     assert cause([spoiled(largest, 0, 0)] * 4, [mean] * 4, terms=TERMS) == ""
@@ -313,7 +327,8 @@ def test_two_ranks_are_not_sure_what_twice_means() -> None:
     assert not compare("x", [2 * e for e in E2], E2).sure
     assert compare("x", [4 * e for e in E4], E4).sure
     assert not compare("x", [torch.randn(4, 6) for _ in E4], E4).sure
-    assert compare("x", E2[::-1], E2, alternatives={"the other's": E2[::-1]}).sure
+    assert not compare("x", E2[::-1], E2, alternatives={"the other's": E2[::-1]}).sure
+    assert compare("x", E4[::-1], E4, alternatives={"the one opposite": E4[::-1]}).sure
 
 
 # --- tolerance ---

@@ -118,47 +118,55 @@ def _tell_cut(orders: list[Any], size: int, dim: int, num_dims: int) -> str:
 
 def of_terms(pairs: Sequence[Pair], terms: Mapping[str, Sequence[Tensor]]) -> str:
     """What is a sum was put together from the right terms, some of them missing or counted twice."""
-    names = [name for name, by_rank in terms.items() for _ in (by_rank if name == "" else by_rank[:1])]
-    if not 2 <= len(names) <= MOST_TERMS:
+    named = _named(terms, len(pairs))
+    if not 2 <= len(named) <= MOST_TERMS:
         return ""
-    told: list[dict[str, str]] = []
+    told: dict[int, tuple[str, str]] = {}  # calling a rank's own part so, and by the rank's number
     for r, pair in enumerate(pairs):
-        flat = [
-            tensor.double().flatten()
-            for name, by_rank in terms.items()
-            for tensor in (by_rank if name == "" else [by_rank[r]])
-        ]
-        times = _times(pair, torch.stack(flat, 1))
+        times = _times(pair, torch.stack([by_rank[r].double().flatten() for by_rank in named.values()], 1))
         if times is None:
             return ""
-        if any(times[0] != value for value in times) or times[0] != 1:
-            told.append(
-                {"own": _tell_times(times, _names(names, r)), "all": _tell_times(times, _names(names))}
-            )
-    for key in ("own", "all"):
-        said = {each[key] for each in told}
+        if any(value != 1 for value in times):
+            own = [OWN if name == part_of(r) else name for name in named]
+            told[r] = _tell_times(times, own), _tell_times(times, list(named))
+    for way in range(2):
+        said = {each[way] for each in told.values()}
         if len(said) == 1:
             return said.pop()
-    return ""
+    if any(not each[0] for each in told.values()):
+        return ""  # a factor on one of them
+    return "; ".join(f"on rank {r} {each[1]}" for r, each in told.items())
+
+
+OWN = "this rank's own part"
+
+
+def part_of(rank: int) -> str:
+    """What a rank adds to a sum over the ranks, as terms call it."""
+    return f"rank {rank}'s part"
+
+
+def _named(terms: Mapping[str, Sequence[Tensor]], num_ranks: int) -> dict[str, Sequence[Tensor]]:
+    """Terms by name, on each rank; those without a name are the ranks' own parts."""
+    parts = {part_of(r): [part] * num_ranks for r, part in enumerate(terms.get("", ()))}
+    return parts | {name: by_rank for name, by_rank in terms.items() if name}
 
 
 def extreme(pairs: Sequence[Pair], terms: Mapping[str, Sequence[Tensor]]) -> str:
-    """The largest or the smallest of the ranks' parts, where their sum or mean belongs."""
-    if len(terms.get("", ())) < 2:
+    """The largest, the smallest or the product of the ranks' parts, where their sum or mean belongs."""
+    named = _named(terms, len(pairs))
+    if len(named) < 2 or not all(name.startswith("rank ") for name in named):
         return ""
-    parts = torch.stack([part.double() for part in terms[""]])
-    found = {"largest": parts.amax(0), "smallest": parts.amin(0), "product": parts.prod(0)}
-    for name, value in found.items():
-        if all(pair.fits(value) for pair in pairs):
+    parts = [torch.stack([by_rank[r].double() for by_rank in named.values()]) for r in range(len(pairs))]
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {
+        "largest": lambda x: x.amax(0),
+        "smallest": lambda x: x.amin(0),
+        "product": lambda x: x.prod(0),
+    }
+    for name, reduce in reductions.items():
+        if all(pair.fits(reduce(part)) for pair, part in zip(pairs, parts, strict=True)):
             return f"it is the {name} of the ranks' parts: which operation do they reduce with?"
     return ""
-
-
-def _names(names: list[str], own: int | None = None) -> list[str]:
-    """Of the terms; those of ranks are called after them."""
-    return [
-        name or ("this rank's own part" if k == own else f"rank {k}'s part") for k, name in enumerate(names)
-    ]
 
 
 def _times(pair: Pair, terms: Tensor) -> list[Fraction] | None:

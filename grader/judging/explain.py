@@ -53,7 +53,7 @@ class Difference:
     known: bool = False
     """Whether the cause is a fault that the check knows, and not a pattern of the numbers alone."""
     sure: bool = True
-    """Whether the numbers of more ranks would tell nothing more."""
+    """Whether more ranks would tell nothing more: of two, the other one is the next and the last as well."""
 
 
 def compare(
@@ -94,11 +94,10 @@ def compare(
     tensors = [a for a in actual if isinstance(a, Tensor)]
     cause, step = _known(tensors, expected, alternatives or {}, wrong, rtol)
     known = bool(cause)
-    sure = known and ("; or: " not in cause or num_ranks != 2)
     if not cause:
         pairs = _pairs(tensors, expected, rtol, factors or {})
         cause = _recognised(pairs, wrong, _by_rank(terms, num_ranks))
-        sure = bool(cause) and num_ranks != 2
+    sure = bool(cause) and num_ranks != 2
     rank = wrong[0]
     numbers = _numbers(tensors[rank], expected[rank])
     if not cause:

@@ -233,12 +233,16 @@ def _try_once(check: Check, trial: Trial) -> CheckEnded | CheckReport | None:
 
 
 def _surer(check: Check, trial: Trial, end: CheckEnded, others: Sequence[Trial]) -> tuple[Trial, CheckEnded]:
-    """The same failure on more ranks, if a cause is known there: on two, "twice" is "n times" as well."""
+    """The same failure on more ranks, unless its cause is confirmed there: on two, "twice" is "n times".
+
+    What explains the numbers of two ranks, and not those of more, is no cause.
+    """
     for other in others:
         if other.num_ranks > trial.num_ranks and other.num_ranks == other.layout.world_size:
             found = _try(check, other)
-            is_known = isinstance(found, CheckEnded) and found.verdict == end.verdict and found.cause
-            return (other, found) if is_known else (trial, end)
+            if not isinstance(found, CheckEnded) or found.verdict != end.verdict or found.cause == end.cause:
+                break
+            return other, found
     return trial, end
 
 

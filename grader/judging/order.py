@@ -93,6 +93,9 @@ def tell_order(order: Order, dim: int, num_dims: int) -> str:
     if order in _regular(size):
         return f"the {name} are interleaved: next to each other stand {listed(order[:3])} and so on"
     moved = [run for run in runs_of(order) if run[0] != run[2]]
+    turned = _turned(order)
+    if turned:
+        return f"{', '.join(span(name, *run) for run in turned)} are in reverse order"
     if len(moved) <= 4:
         told = ", ".join(
             f"{span(name, first, last)} hold{'s' if first == last else ''} what belongs in "
@@ -103,6 +106,20 @@ def tell_order(order: Order, dim: int, num_dims: int) -> str:
         often = len(sources) > len(set(sources))
         return told + (": is it one buffer, kept several times without a copy?" if often else "")
     return f"the right {name} in another order: first stand {listed(order[:3])}"
+
+
+def _turned(order: Order) -> list[tuple[int, int]]:
+    """The stretches that stand in reverse, where nothing else is wrong; the first and last place of each."""
+    found, first = [], 0
+    while first < len(order):
+        last = order[first]
+        assert last is not None
+        if last < first or order[first : last + 1] != list(range(first, last + 1))[::-1]:
+            return []
+        if last > first:
+            found.append((first, last))
+        first = last + 1
+    return found if len(found) <= 4 else []
 
 
 def runs_of(order: Order) -> list[tuple[int, int, int]]:

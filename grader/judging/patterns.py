@@ -82,10 +82,15 @@ def _name_factor(pair: Pair, ratio: float, alone: bool) -> str:
                 return f"{told}, and that is {text}{name}"
     simple = Fraction(ratio).limit_denominator(12)
     is_simple = simple.numerator and math.isclose(ratio, simple, rel_tol=near)
-    if n > 2 and math.isclose(abs(ratio), (n - 1) / n, rel_tol=near):
-        return f"{told}, and that is (n - 1) / n with n = {n:.0f} ranks"
+    others = {"(n - 1) / n": (n - 1) / n, "n - 1": n - 1, "1 / (n - 1)": 1 / (n - 1)} if n > 2 else {}
+    for text, value in others.items():
+        if math.isclose(abs(ratio), value, rel_tol=near):
+            return f"{told}, and that is {text} with n = {n:.0f} ranks"
     if is_simple and simple.denominator > 1 and abs(simple.numerator) <= 12:
         return f"{told} ({simple.numerator}/{simple.denominator})"
+    whole = round(1 / ratio)
+    if not alone and 12 < abs(whole) <= 4096 and math.isclose(1 / ratio, whole, rel_tol=1e-4):
+        return f"{told} (1/{whole})"
     return told if not alone or (is_simple and abs(simple.numerator) <= 4) else ""
 
 

@@ -110,6 +110,7 @@ def gradient_is_summed_over_ranks(trial: Trial) -> None:
             "this rank's own gradient alone: nothing was summed": seen.upstreams,
             "the mean over the ranks, where the sum belongs": seen.gradients[0] / trial.num_ranks,
         },
+        terms=seen.upstreams,
         help="Every rank used x for another part of the work: add up what they found, in backward.",
     )
 
@@ -162,6 +163,7 @@ def output_is_the_sum(trial: Trial) -> None:
             "this rank's own x: nothing was summed": seen.xs,
             "the mean over the ranks, where the sum belongs": seen.outputs[0] / trial.num_ranks,
         },
+        terms=seen.xs,
     )
 
 
