@@ -152,6 +152,8 @@ def zigzag_indices(length, rank, n):
 
 
 def zigzag_split(x, group, dim):
+    if x.size(dim) % (2 * group.size()):
+        raise ValueError(f"{x.size(dim)} does not divide by {2 * group.size()}")
     return x.index_select(dim, zigzag_indices(x.size(dim), group.rank(), group.size()).to(x.device))
 
 
