@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from grader.beside.measure import leaves_in, tensors_in
 from grader.ranks.recording import Event, Race
 
 OURS = os.path.dirname(__file__) + os.sep
@@ -116,7 +116,7 @@ class Flights:
 
     def started(self, func: Any, args: Any, event: Event, result: Any) -> None:
         """See a message or collective that has just been started."""
-        handles = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
+        handles = leaves_in(result, torch.ScriptObject)
         caller = _caller()
         if len(handles) != 1 or caller is None:
             return
@@ -202,8 +202,8 @@ def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Stretch], list[Stretc
 
 
 def _stretches(value: Any) -> Iterator[Stretch]:
-    for leaf in tree_leaves(value):
-        stretch = Stretch.of(leaf) if isinstance(leaf, Tensor) else None
+    for tensor in tensors_in(value):
+        stretch = Stretch.of(tensor)
         if stretch is not None:
             yield stretch
 

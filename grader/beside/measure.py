@@ -1,18 +1,25 @@
 """What a rank holds: bytes of weights, gradients, optimizer state and activations, by distinct storages."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+T = TypeVar("T")
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested dicts, lists and tuples, in their order."""
-    if isinstance(value, Tensor):
+    return leaves_in(value, Tensor)
+
+
+def leaves_in(value: Any, kind: type[T]) -> list[T]:
+    """What is of a kind in nested dicts, lists and tuples, in its order."""
+    if isinstance(value, kind):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [tensor for each in inner for tensor in tensors_in(each)]
+    return [leaf for each in inner for leaf in leaves_in(each, kind)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
