@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -61,6 +62,21 @@ _FUNCTIONAL = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
 }
+
+
+_COMMUNICATION = ("c10d", "_c10d_functional")
+
+
+@cache
+def _unfolds(kind: type) -> bool:
+    """Whether tensors of a class are made of others, as a DTensor is."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+@cache
+def _defaults(func: Any) -> dict[str, Any]:
+    """The arguments of an operation, in their order, with their defaults."""
+    return {argument.name: argument.default_value for argument in func._schema.arguments}
 
 
 class Recorder(TorchDispatchMode):
@@ -114,10 +130,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if any(_unfolds(kind) for kind in types):
             return NotImplemented  # a DTensor first turns into what its rank computes and sends
         self._index += 1
-        event = self._event(func, args, kwargs)
+        event = self._event(func, args, kwargs) if func.namespace in _COMMUNICATION else None
         self.flights.before(func, args, kwargs)
         if event is not None:
             self._on_event(event)
@@ -148,8 +164,8 @@ class Recorder(TorchDispatchMode):
     def _event(self, func: Any, args: Any, kwargs: Any) -> Event | None:
         name = func._opname
         if func.namespace == "c10d" and name in _C10D:
-            values = {a.name: a.default_value for a in func._schema.arguments}
-            values |= dict(zip(values, args, strict=False)) | kwargs
+            defaults = _defaults(func)
+            values = defaults | dict(zip(defaults, args, strict=False)) | kwargs
             kind, position = _C10D[name]
             tensors = [] if position is None else tensors_in(args[position])
             group = dist.ProcessGroup.unbox(values["process_group"])

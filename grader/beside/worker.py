@@ -146,7 +146,7 @@ def _work(
     is_learner = _learner_code(order)
 
     def on_event(event: Event) -> None:
-        send_frame(connection, b"E", dumps(asdict(event)).encode())
+        send_frame(connection, b"E", dumps(vars(event)).encode())
 
     recorder = Recorder(on_event, is_learner, order["delay_seed"])
     current.recorder = recorder

@@ -29,6 +29,7 @@ from grader.beside.worker import run_worker
 from grader.ranks.frames import NOT_OURS, FrameBuffer, receive_frame, send_frame
 from grader.ranks.leftovers import SharedMemory, let_trackers_end
 from grader.ranks.recording import Event
+from nanogpt.turns import keep_to_one_core
 
 TICK_SECONDS = 0.03
 TREE_SECONDS = 0.5
@@ -189,6 +190,8 @@ class _Run:
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 _become_rank(theirs, write_end, dump)
                 _limit(self.header["memory_bytes"], self.directory)
+                if self.header["device"] == "cpu":
+                    keep_to_one_core(world_rank, self.header["world_size"], first=os.getppid())
                 run_worker(theirs, world_rank, self.header, self.directory, dump, self.guard)
             finally:
                 os._exit(0)
