@@ -29,7 +29,7 @@ from nanogpt.implementation import load_implementation, require
 from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.memory import keep_freed_memory
 from nanogpt.technique import Implementation, Technique, find_technique
-from nanogpt.turns import take_whole_turns
+from nanogpt.turns import keep_to_one_core, take_whole_turns
 
 _SAID = "rank 0 has said what is wrong"
 
@@ -134,6 +134,8 @@ def process_group(config: TrainConfig, store: dist.Store | None):
     device_id = device if device.type == "cuda" else None
     if device.type == "cpu":
         take_whole_turns()
+        if torch.get_num_threads() == 1:  # as torchrun asks for
+            keep_to_one_core(local_rank, num_local)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
     yield Place(device=device, rank=rank, num_ranks=num_ranks, barrier=dist.barrier)
     dist.destroy_process_group()  # not after an error: the other ranks may be somewhere else

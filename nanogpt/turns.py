@@ -18,9 +18,9 @@ def take_whole_turns() -> None:
 def keep_to_one_core(rank: int, num_ranks: int, first: int = 0) -> None:
     """Let a rank that computes in one thread have one core, where there are no more cores than ranks.
 
-    A thread of gloo that wakes on the core that has woken it begins sooner than on another: a small collective
-    takes half the time (tests/bench/gloo_turns.py). Where cores are left over, the system spreads threads
-    better. Call it before `init_process_group`; it does nothing but on Linux.
+    A thread of gloo that wakes on the core that has woken it begins sooner than on another: a small
+    collective takes half the time (tests/bench/gloo_turns.py). Where cores are left over, the system spreads
+    threads better. Call it before `init_process_group`; it does nothing but on Linux.
 
     Args:
         first: which core rank 0 has, counted on beyond the last one; so that several runs share the cores.

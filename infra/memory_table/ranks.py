@@ -31,7 +31,7 @@ from nanogpt.data import load_tokens
 from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.technique import Accumulation
 from nanogpt.tokenizer import load_encoding
-from nanogpt.turns import take_whole_turns
+from nanogpt.turns import keep_to_one_core, take_whole_turns
 
 WARM_UP = 2
 """The first step makes the optimizer's state, and in the second PyTorch's DDP deals out its buckets anew."""
@@ -48,8 +48,9 @@ def main(folder: Path) -> None:
 
 def _rank(rank: int, plan: dict[str, Any], folder: Path, barrier: Barrier) -> None:
     torch.set_num_threads(1)
-    take_whole_turns()
     num_ranks, header = plan["num_ranks"], plan["header_bytes"]
+    take_whole_turns()
+    keep_to_one_core(rank, num_ranks)
     store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     witness = Witness(barrier, rank, header) if header else None

@@ -149,7 +149,7 @@ def after(passes: int) -> str:
 
 def sampling_is_right(trial: Trial, function: str, config: dict, length: int) -> None:
     """`generate` goes on as the dense model does, samples alike, and may refuse an odd length."""
-    steps, weights = 5, drawn_weights(trial, config)
+    steps, weights = 3, drawn_weights(trial, config)
     idx = trial.tokens(config["vocab_size"], 2, length)
     results = trial.run(sampling_probe, function, config, weights, idx, steps)
     dense = dense_model(config, weights).eval()
@@ -183,7 +183,7 @@ def training_is_right(trial: Trial, function: str, config: dict) -> None:
     """A few steps of SGD and of AdamW have the dense model's losses."""
     weights = weights_of(GPT(GPTConfig(**config)))
     weights = {name: weight + 0.1 * trial.normal(*weight.shape) for name, weight in weights.items()}
-    batches = [[trial.tokens(config["vocab_size"], 2, 8) for _ in range(2)] for _ in range(5)]
+    batches = [[trial.tokens(config["vocab_size"], 2, 8) for _ in range(2)] for _ in range(3)]
     results = trial.run(training_probe, function, config, weights, batches)
     for name in ("SGD", "AdamW"):
         expected = train(dense_model(config, weights), batches, name)

@@ -27,8 +27,10 @@ def built(rank, function: str, config: dict, weights: dict, probability_dropout:
     return getattr(rank.submission, function)(model, rank.group)
 
 
-def two_passes(rank, function: str, config: dict, weights: dict, idx: Tensor, targets: Tensor) -> dict:
-    """On a rank: one recorded step, what it left, a second backward, and the logits without targets."""
+def passes(
+    rank, function: str, config: dict, weights: dict, idx: Tensor, targets: Tensor, twice: bool
+) -> dict:
+    """On a rank: one recorded step, what it left, perhaps a second backward, and the logits alone."""
     given = dense_on(rank, config, weights)
     model = getattr(rank.submission, function)(given, rank.group)
     with rank.record() as recording:
@@ -36,14 +38,15 @@ def two_passes(rank, function: str, config: dict, weights: dict, idx: Tensor, ta
         recording.mark(BACKWARD)
         loss.backward()
     held = describe(model)
-    model(idx, targets)[1].backward()
-    twice = gradients_of(model)
+    if twice:
+        model(idx, targets)[1].backward()
+        held["twice"] = gradients_of(model)
     model.eval()
     with torch.no_grad():
         last, none = model(idx)
     return {
         "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
-        "tied": tied(model), "given_back": model is given, "twice": twice, "recording": recording, **held,
+        "tied": tied(model), "given_back": model is given, "recording": recording, **held,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Small collectives of gloo on more ranks than cores: as usual, in whole turns, and each rank on one core too.
+"""Small collectives of gloo on more ranks than cores: as usual, in whole turns, each rank on one core.
 
 What does it is nanogpt/turns.py. The kinds take turns; the medians and their ratios are printed.
 """

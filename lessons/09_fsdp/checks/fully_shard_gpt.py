@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD
 
 from grader.checks import CheckEnded, Trial, Verdict, check, exercise
@@ -104,6 +103,8 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         loss.backward()
         recording.mark("after")
     shards = {name: local(p).numel() for name, p in sharded.named_parameters()}
+    from torch.distributed.fsdp import FSDPModule  # a second's work, which the judge does not need
+
     units = [number for number, block in enumerate(sharded.transformer.h) if isinstance(block, FSDPModule)]
     return {"recording": recording, "shards": shards, "units": units}
 
@@ -113,7 +114,7 @@ def observe_units(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(results=run(trial, measure, trial.seed(), batch), model=build(deep_gpt, 0))
 
 
-@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+@check("fully_shard_gpt", world_sizes=(2,), subgroup=False)
 def every_parameter_is_sharded(trial: Trial) -> None:
     """Every parameter is cut over the ranks of the mesh: those of the blocks and those outside."""
     seen, n = trial.once(observe_units), trial.num_ranks
@@ -133,7 +134,7 @@ def every_parameter_is_sharded(trial: Trial) -> None:
             )
 
 
-@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+@check("fully_shard_gpt", world_sizes=(2,), subgroup=False)
 def a_block_is_a_unit(trial: Trial) -> None:
     """Forward gathers block by block: one all-gather for each block, and one for what lies outside them."""
     seen, n = trial.once(observe_units), trial.num_ranks
@@ -171,7 +172,7 @@ def told(sizes: list[int]) -> str:
     return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1] if words else "no"
 
 
-@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+@check("fully_shard_gpt", world_sizes=(2,), subgroup=False)
 def blocks_are_freed_after_forward(trial: Trial) -> None:
     """Blocks are freed after forward and gathered again for backward."""
     seen = trial.once(observe_units)
@@ -188,7 +189,7 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
         )
 
 
-@check("fully_shard_gpt", world_sizes=(2, 4), subgroup=False)
+@check("fully_shard_gpt", world_sizes=(2,), subgroup=False)
 def gradients_are_reduce_scattered(trial: Trial) -> None:
     """Gradients are reduce-scattered, P elements in all; there is no all-reduce."""
     seen, n = trial.once(observe_units), trial.num_ranks

@@ -67,8 +67,12 @@ def train(
     make: Callable[..., Optimizer],
     after_backward: Callable[[int], None] = lambda passes_left: None,
     num_steps: int = len(PASSES),
+    after_first: Callable[[], None] = lambda: None,
 ) -> list[Step]:
-    """The steps of one rank. `after_backward(how many passes of this step are still to come)`."""
+    """The steps of one rank. `after_backward(how many passes of this step are still to come)`.
+
+    `after_first` is called between the first step and the second.
+    """
     named = list(module.named_parameters())
     optimizer = make_optimizer(kind, named, make)
     scheduler = StepLR(optimizer, 1, gamma=0.3) if kind == "scheduled" else None
@@ -83,6 +87,8 @@ def train(
             compute()
             step.returned = optimizer.step()
         steps.append(step)
+        if number == 0:
+            after_first()
         if scheduler is not None:
             scheduler.step()
         if kind == "resumed" and number == 0:
