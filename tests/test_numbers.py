@@ -189,3 +189,18 @@ def test_a_slip_explains_the_answers_that_are_right_as_well() -> None:
         cause_for(lambda x: x * x + 1, slips=lambda x: {t: f(x) for t, f in one_more.items()})
         == "one too many"
     )
+
+
+def test_two_slips_are_told_where_each_gives_some_answers() -> None:
+    def slips(x: int) -> dict[str, float]:
+        return {"it is doubled": 2 * x, "it is cubed": x**3, "it is halved": x // 2}
+
+    calls = ((3,), (5,), (8,), (9,))
+    both = answers(lambda x: 2 * x if x < 6 else x**3, *calls)
+    with pytest.raises(CheckEnded) as end:
+        compare_answers(FakeTrial(None), both, slips=slips)
+    assert end.value.cause == "for some calls: it is doubled; for others: it is cubed"
+    once = answers(lambda x: 2 * x if x < 9 else x**3, *calls)  # one call is no evidence
+    with pytest.raises(CheckEnded) as end:
+        compare_answers(FakeTrial(None), once, slips=slips)
+    assert "for others" not in end.value.cause

@@ -331,6 +331,33 @@ def test_two_ranks_are_not_sure_what_twice_means() -> None:
     assert compare("x", E4[::-1], E4, alternatives={"the one opposite": E4[::-1]}).sure
 
 
+def test_what_takes_time_is_computed_only_where_something_is_wrong() -> None:
+    asked = []
+
+    def alternatives():
+        asked.append(True)
+        return {"stale": [e + 1 for e in E2]}
+
+    assert compare("x", E2, E2, alternatives=alternatives) is None and not asked
+    assert compare("x", [e + 1 for e in E2], E2, alternatives=alternatives).cause == "stale"
+
+
+def test_a_fault_that_makes_nan_of_some_numbers_is_known_by_the_others() -> None:
+    empty = [E2[0], torch.full((4, 6), math.nan)]
+    half = [E2[0] + 1, torch.full((4, 6), math.nan)]
+    faults = {"0 / 0 on rank 1": empty}
+    assert cause(empty, E2, alternatives=faults) == "0 / 0 on rank 1"
+    assert "contains NaN" in cause(half, E2, alternatives=faults)
+    assert "contains NaN" in cause([torch.full((4, 6), math.nan)] * 2, E2, alternatives=faults)
+
+
+def test_a_rank_that_has_its_own_part_in_another_order_is_told_so() -> None:
+    assert (
+        cause([e.flip(0) for e in E4], E4) == "each rank has its own rows, but the rows are in reverse order"
+    )
+    assert "each rank" not in cause([E4[0], *(e.flip(0) for e in E4[1:])], E4)
+
+
 # --- tolerance ---
 
 

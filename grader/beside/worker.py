@@ -252,4 +252,9 @@ def _describe(error: BaseException) -> dict[str, Any]:
     kind = (
         error.error_type if isinstance(error, LoadError) else type.__getattribute__(type(error), "__name__")
     )
-    return {"type": str(kind), "message": error_text(error), "frames": frames[-40:]}
+    try:
+        notes = BaseException.__getattribute__(error, "__notes__")
+    except AttributeError:
+        notes = []
+    told = [str(note) for note in notes if type(note) is str]
+    return {"type": str(kind), "message": error_text(error), "frames": frames[-40:], "notes": told[:3]}

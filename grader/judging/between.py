@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grader.judging.closeness import is_close
-from grader.judging.order import find_origin, runs_of
+from grader.judging.order import find_origin, runs_of, tell_order
 from grader.judging.patterns import Pair
 from grader.judging.wording import listed, of_ranks, short, slices, span
 
@@ -106,6 +106,9 @@ def _tell_cut(orders: list[Any], size: int, dim: int, num_dims: int) -> str:
         return f"each rank has one piece of the whole, where every {nth} of its {name} belongs"
     if [place for order in orders for place in order] == list(range(n * size))[::-1]:
         return f"the {name} of the whole are in reverse order"
+    inside, own = [[place - r * size for place in order] for r, order in enumerate(orders)], list(range(size))
+    if all(order == inside[0] != own for order in inside) and sorted(inside[0]) == own:
+        return f"each rank has its own {name}, but {tell_order(inside[0], dim, num_dims)}"
     told = []
     for r, order in enumerate(orders):
         for first, last, place in runs_of(order):

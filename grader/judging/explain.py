@@ -5,7 +5,7 @@ right. A next step is said only where it belongs to the cause.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,14 +56,18 @@ class Difference:
     """Whether more ranks would tell nothing more: of two, the other one is the next and the last as well."""
 
 
+Alternatives = Mapping[str, ByRank | Fault]
+Terms = Mapping[str, ByRank] | Sequence[Tensor]
+
+
 def compare(
     what: str,
     actual: Sequence[object],
     expected: Sequence[Tensor],
-    alternatives: Mapping[str, ByRank | Fault] | None = None,
+    alternatives: Alternatives | Callable[[], Alternatives] | None = None,
     rtol: float | None = None,
     factors: Mapping[str, float] | None = None,
-    terms: Mapping[str, ByRank] | Sequence[Tensor] | None = None,
+    terms: Terms | Callable[[], Terms] | None = None,
     plain: Sequence[Tensor] | None = None,
 ) -> Difference | None:
     """Compare one value a rank with what it should be; None when all agree.
@@ -72,11 +76,12 @@ def compare(
         what: what the value is, such as "the gradient of x".
         actual: by rank; whatever the submission returned.
         expected: by rank.
-        alternatives: cause → what a submission with that fault would have returned, on every rank.
+        alternatives: cause → what a submission with that fault would have returned, on every rank. What
+            takes time to compute is a function, which is called if something is wrong.
         rtol: allowed error relative to the largest expected element; None is TOLERANCE of the dtype.
         factors: name → value of numbers that a result might be off by, next to the number of ranks.
         terms: what the expected value adds up, in whatever proportion: name → value, or the ranks' own
-            parts in a list. A missing one, or one that counts twice, is then named.
+            parts in a list. A missing one, or one that counts twice, is then named. Or a function, as above.
         plain: see `closeness.error_used`.
     """
     num_ranks = len(expected)
@@ -92,11 +97,12 @@ def compare(
     if not wrong:
         return None
     tensors = [a for a in actual if isinstance(a, Tensor)]
-    cause, step = _known(tensors, expected, alternatives or {}, wrong, rtol)
+    alternatives = alternatives() if callable(alternatives) else alternatives or {}
+    cause, step = _known(tensors, expected, alternatives, wrong, rtol)
     known = bool(cause)
     if not cause:
         pairs = _pairs(tensors, expected, rtol, factors or {})
-        cause = _recognised(pairs, wrong, _by_rank(terms, num_ranks))
+        cause = _recognised(pairs, wrong, _by_rank(terms() if callable(terms) else terms, num_ranks))
     sure = bool(cause) and num_ranks != 2
     rank = wrong[0]
     numbers = _numbers(tensors[rank], expected[rank])
@@ -149,7 +155,7 @@ def _shape_cause(actual: object, expected: Tensor) -> str:
 def _known(
     actual: Sequence[Tensor],
     expected: Sequence[Tensor],
-    alternatives: Mapping[str, ByRank | Fault],
+    alternatives: Alternatives,
     wrong: Sequence[int],
     rtol: float | None,
 ) -> tuple[str, str]:
@@ -160,6 +166,7 @@ def _known(
         for cause, fault in faults.items()
         if all(_is_fault(*each, rtol) for each in zip(actual, fault.values, expected, strict=True))
     ]
+    fitting = [cause for cause in fitting if not faults[cause].on_some_ranks] or fitting
     if fitting:
         return "; or: ".join(fitting[:MOST_FAULTS]), faults[fitting[0]].step if len(fitting) == 1 else ""
     found: dict[str, list[int]] = {}
@@ -182,7 +189,13 @@ def _is_fault(actual: Tensor, value: Tensor, expected: Tensor, rtol: float | Non
     """Whether a tensor is what a fault gives.
 
     What must be right bit for bit may have a fault in another order of summation, if the fault is no such.
+    A fault that makes NaN of some numbers makes it of these.
     """
+    odd = value.isnan() if value.is_floating_point() else torch.zeros_like(value, dtype=torch.bool)
+    if odd.any() and actual.shape == value.shape == expected.shape:
+        if not torch.equal(actual.isnan(), odd):
+            return False
+        actual, value, expected = actual[~odd], value[~odd], expected[~odd]
     return is_close(actual, value, rtol) or (is_close(actual, value) and not is_close(expected, value))
 
 
@@ -192,9 +205,7 @@ def _fault(value: ByRank | Fault, num_ranks: int) -> Fault:
     return Fault(values, fault.step, fault.on_some_ranks)
 
 
-def _by_rank(
-    terms: Mapping[str, ByRank] | Sequence[Tensor] | None, num_ranks: int
-) -> dict[str, Sequence[Tensor]]:
+def _by_rank(terms: Terms | None, num_ranks: int) -> dict[str, Sequence[Tensor]]:
     if terms is None:
         return {}
     named = terms if isinstance(terms, Mapping) else {"": terms}

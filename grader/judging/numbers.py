@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from importlib import import_module
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor
@@ -142,6 +143,8 @@ def explain_answers(
     for text in texts:
         if gives(numbers.get(text) for numbers in known):
             return text
+    if told := _two_slips(known, texts, asked, tolerance):
+        return told
     where = tell_where(answers.truth, _off(asked))
     for text in texts if where else ():
         numbers = (slip.get(text) for slip, answer in zip(known, asked, strict=True) if not answer.right)
@@ -155,6 +158,27 @@ def explain_answers(
     if all(any(same(answer.given, true, tolerance) for true in answer.earlier) for answer in wrong):
         return "these are answers to earlier calls: something is remembered between calls"
     return _factor(asked, tolerance) or _term(answers, asked, tolerance)
+
+
+def _two_slips(
+    known: Sequence[Mapping[str, float]], texts: Sequence[str], asked: Sequence[Answer], tolerance: float
+) -> str:
+    """Two slips of which each gives some of the wrong answers, at least two, and together they give all."""
+    given = {}
+    for text in texts:
+        slip = [numbers.get(text) for numbers in known]
+        wrong = [
+            i
+            for i, (each, n) in enumerate(zip(asked, slip, strict=True))
+            if not each.right and n is not None and same(each.given, n, tolerance)
+        ]
+        if len(wrong) > 1:
+            given[text] = set(wrong)
+    every = {i for i, each in enumerate(asked) if not each.right}
+    for first, second in combinations(given, 2):
+        if given[first] | given[second] == every and every not in (given[first], given[second]):
+            return f"for some calls: {first}; for others: {second}"
+    return ""
 
 
 WORDS = {2: "twice", 3: "three times", 4: "four times", 8: "eight times", 100: "100 times"}

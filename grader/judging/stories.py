@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+from grader.judging.crashes import why_crashed
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.ranks.launcher import Limits, RankReport, RunReport
 from grader.ranks.recording import COLLECTIVES, Event
@@ -12,7 +13,6 @@ Locate = Callable[[str, int], str]
 """File and line of the learner's code → such as "cell 3, line 7: `dist.all_reduce(x)`"; "" for other code."""
 
 _CONNECTION = re.compile(r"connection (reset|closed|refused)|socket timeout|broken pipe|peer", re.IGNORECASE)
-_NETWORK = re.compile(r"network is unreachable|name resolution|name or service not known", re.IGNORECASE)
 _MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate", re.IGNORECASE)
 
 
@@ -117,18 +117,10 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
             f"rank {failed[0]}{others} returned something that the check can not use: {raised}",
             help="Look at the docstring: what must come out?",
         )
-    help = ""
-    if _NETWORK.search(message) or kind in ("URLError", "gaierror"):
-        help = "A submission can not count on the network: there is none where it is graded."
-    if "Pair is not connected" in message:
-        help = (
-            "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "
-            "group_dst= and group_src= count in the group."
-        )
     return CheckEnded(
         Verdict.CRASHED,
         f"rank {failed[0]}{others} raised {raised}",
-        help=help,
+        *why_crashed(kind, message, places, error.get("notes", ())),
         details=places,
     )
 

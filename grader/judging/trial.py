@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grader.judging.evidence import Evidence
-from grader.judging.explain import ByRank, Fault, compare
+from grader.judging.explain import Alternatives, Terms, compare
 from grader.judging.stories import Locate, ending
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.ranks.launcher import Code, Launcher, Session
@@ -319,11 +319,11 @@ class Trial:
         what: str,
         actual: Any,
         expected: Any,
-        alternatives: Mapping[str, ByRank | Fault] | None = None,
+        alternatives: Alternatives | Callable[[], Alternatives] | None = None,
         help: str = "",
         rtol: float | None = None,
         factors: Mapping[str, float] | None = None,
-        terms: Mapping[str, ByRank] | Sequence[Tensor] | None = None,
+        terms: Terms | Callable[[], Terms] | None = None,
         plain: Any = None,
     ) -> None:
         """Require tensors to be equal up to the order of sums.

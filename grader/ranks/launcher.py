@@ -412,6 +412,7 @@ def _error(fields: Any) -> dict[str, Any]:
         "type": str(fields["type"]),
         "message": str(fields["message"]),
         "frames": frames,
+        "notes": [str(note)[:500] for note in fields.get("notes", [])][:3],
         "machine": fields.get("machine") is True,
     }
 

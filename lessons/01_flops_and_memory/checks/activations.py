@@ -49,6 +49,16 @@ def activation_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
         "q, k and v are views of one storage, c_attn's output": 3 * layers * stream,
         "the GELU keeps its input, and c_proj keeps the GELU's output": -4 * layers * stream,
         "masks are fp32 on the CPU: 4 bytes a number, not one": -masks // 4 * 3,
+        "the masks of (b, s, h) are fp32 on the CPU, as the core's is: 4 bytes a number, not one": (
+            -3 * (2 * layers + 1) * stream // 4
+        ),
+        "the core's mask is fp32 on the CPU, as the others are: 4 bytes a number, not one": (
+            -3 * layers * scores // 4
+        ),
+        "the masks of (b, s, h) are missing: one after the embeddings, two in each block": (
+            -(2 * layers + 1) * stream
+        ),
+        "a block has two masks of (b, s, h): after the attention and after the MLP": -layers * stream,
         "the core's dropout keeps its mask, and its product with the probabilities": -2 * layers * scores,
         "with dropout the core keeps three (b, a, s, s) tensors: one is missing": -layers * scores,
         "weights are kept by the model, not for backward: parameters are left out": 4 * linear_weights(c),

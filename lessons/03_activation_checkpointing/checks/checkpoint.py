@@ -11,12 +11,14 @@ from grader.checks import Trial, check, exercise
 
 from .models import (
     ANOTHER_MASK,
+    UPSTREAM_IGNORED,
     Given,
     Layers,
     build,
     checkpoint_of,
     close_by_name,
     gradients,
+    seeing,
 )
 
 exercise(
@@ -64,7 +66,8 @@ def chain(rank: Any, how: str, seed: int, a: Tensor, upstream: Tensor) -> dict:
         called = [len(first.calls), len(second.calls)]
         between = torch.rand(4, device=rank.device)
         if y.requires_grad:
-            y.backward(upstream)
+            with seeing(first.calls, second.calls):
+                y.backward(upstream)
     drawn = {
         "between forward and backward": between,
         "after backward": torch.rand(4, device=rank.device),
@@ -93,6 +96,7 @@ def observe_chain(trial: Trial) -> SimpleNamespace:
         told: partial(lambda how: run(how, *inputs)[0]["gradients"], how)
         for how, told in ANOTHER_MASK.items()
     }
+    others[UPSTREAM_IGNORED] = lambda: run(UPSTREAM_IGNORED, *inputs)[0]["gradients"]
     return SimpleNamespace(mine=mine, plain=plain, others=others)
 
 
@@ -111,8 +115,14 @@ def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     expected = seen.plain["gradients"]
     twice = "it counts twice: is backward run through the same part of the graph twice?"
     slips = {**seen.others, twice: lambda: {name: 2 * gradient for name, gradient in expected.items()}}
-    help = HELP_MASK + " Gradients end at the inputs: in an autograd.Function, detach them first."
-    close_by_name(trial, {name: name for name in expected}, seen.mine["gradients"], expected, slips, help)
+    steps = {told: HELP_MASK for told in ANOTHER_MASK.values()}
+    steps[UPSTREAM_IGNORED] = "torch.autograd.backward(output, gradient): hand it what backward was given."
+    help = (
+        "The second call is the first one over again, random numbers too; backward of it begins with the "
+        "gradient that comes in, and ends at the inputs: in an autograd.Function, detach them first."
+    )
+    names = {name: name for name in expected}
+    close_by_name(trial, names, seen.mine["gradients"], expected, slips, help, steps)
 
 
 @check("checkpoint")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from grader.checks import Trial, check
 
-from .models import Layers, build, checkpoint_of, describe_call, gradients
+from .models import Layers, build, checkpoint_of, describe_call, gradients, seeing
 
 
 def under_autocast(rank: Any, how: str, seed: int, inside: bool, x: Tensor, upstream: Tensor) -> dict:
@@ -17,7 +17,8 @@ def under_autocast(rank: Any, how: str, seed: int, inside: bool, x: Tensor, upst
     x = x.requires_grad_()
     with torch.autocast(device, torch.bfloat16, enabled=inside):
         y = checkpoint_of(rank, how)(layers, x)
-    y.backward(upstream.to(y.dtype))
+    with seeing(layers.calls):
+        y.backward(upstream.to(y.dtype))
     return {
         "output": y.detach().clone(),
         "gradients": {"the input": x.grad, **gradients(layers)},

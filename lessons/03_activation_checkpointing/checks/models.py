@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from grader.checks import Trial, is_close
+from grader.checks import Fault, Trial, is_close
 from nanogpt.model import GPT, GPTConfig, PlainAttention
 
 STATE_BYTES = 12_000
@@ -44,14 +44,35 @@ def describe_call(device: str) -> dict[str, Any]:
         by_torch = by_torch or frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
         frame = frame.f_back
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
-    return {"by_torch": by_torch, "autocast": autocast}
+    return {"by_torch": by_torch, "autocast": autocast, "gradients": torch.is_grad_enabled()}
+
+
+@contextmanager
+def seeing(*calls: list[dict[str, Any]]) -> Iterator[None]:
+    """An error inside is told with how the later calls of a function differed from its first one."""
+    try:
+        yield
+    except RuntimeError as error:
+        for first, *others in filter(None, calls):
+            if first["gradients"] and any(not call["gradients"] for call in others):
+                error.add_note(
+                    "the second call ran with gradients switched off, as they are in an autograd.Function "
+                    "and while autograd asks for what it kept: torch.enable_grad() belongs around it"
+                )
+            for call in others:
+                if call["autocast"] != first["autocast"]:
+                    error.add_note(
+                        f"autocast was {first['autocast']} in the first call, and {call['autocast']} in the "
+                        "second: it is not remembered, or not set again"
+                    )
+        raise
 
 
 def checkpoint_of(rank: Any, how: str) -> Callable[..., Tensor]:
     """The submission's `checkpoint`, or what a probe compares it with."""
     ways = {"plain": lambda function, *inputs: function(*inputs)}
     ways |= {told: partial(forgetful, told == STATE_KEPT) for told in (FORGOTTEN, STATE_KEPT)}
-    ways[STATE_LATE] = late
+    ways |= {STATE_LATE: late, UPSTREAM_IGNORED: deaf}
     return ways.get(how) or rank.submission.checkpoint
 
 
@@ -62,6 +83,17 @@ ANOTHER_MASK = {
     STATE_LATE: "the second call began with the random state of after the first: it was taken too late",
 }
 """What probes call checkpoints whose second call draws other random numbers → what it looks like."""
+
+
+UPSTREAM_IGNORED = "the gradient that came into backward was ignored: it began with ones"
+
+
+def deaf(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """A checkpoint whose backward does not listen to what comes in, to tell what that slip looks like."""
+    y = function(*inputs)
+    if y.requires_grad:
+        y.register_hook(torch.ones_like)
+    return y
 
 
 def forgetful(keep_state: bool, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -106,17 +138,22 @@ def close_by_name(
     expected: dict[str, Tensor],
     slips: dict[str, Callable[[], dict[str, Tensor]]],
     help: str,
+    steps: dict[str, str] | None = None,
 ) -> None:
     """Require tensors to be equal. `slips` compute those of known mistakes, once one differs.
 
     Args:
         names: name of a tensor → how the learner reads it.
+        steps: name of a slip → the next step for who has made it.
     """
+    steps = steps or {}
     given = {name: actual[name] for name in names}
     if not all(isinstance(g, Tensor) and is_close(g, expected[name]) for name, g in given.items()):
         known = {told: compute() for told, compute in slips.items()}
         for name, told in names.items():
-            alternatives = {cause: tensors[name] for cause, tensors in known.items()}
+            alternatives = {
+                cause: Fault(tensors[name], steps.get(cause, "")) for cause, tensors in known.items()
+            }
             trial.close(told, given[name], expected[name], alternatives=alternatives, help=help)
 
 

@@ -1,13 +1,16 @@
 """Checks of `ring_all_gather`: every rank gets all shards, in the order of ranks."""
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .cases import ask, draw, dtypes, layouts, require_tensors, require_untouched
+from .cases import Case, ask, draw, dtypes, fits_any, layouts, require_tensors, require_untouched
+from .ring_rules import other_rules
 from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
@@ -40,43 +43,49 @@ def observe_slow(trial: Trial) -> SimpleNamespace:
     return ask(trial, "ring_all_gather", [draw(trial, 20_000)], delays=True)
 
 
+def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
+    """What known slips would have gathered, or a ring with another rule."""
+    n = len(case.values)
+
+    def joined(order: list[int]) -> Tensor:
+        return torch.cat([case.values[i % n] for i in order])
+
+    known = {
+        "this rank's own shard, n times": [joined([r] * n) for r in range(n)],
+        "every other place holds the shard that came last: one buffer for all rounds stands in all of them": [
+            joined([r + way if s != r else r for s in range(n)]) for r in range(n)
+        ],
+        "every other place holds the neighbour's shard: in each step a rank sends its own shard again, "
+        "not the one that has just come": [
+            joined([r - way if s != r else r for s in range(n)]) for r in range(n)
+        ],
+        "the shards in the order in which they came, own shard first: rank 0's belongs first": [
+            joined([r - s for s in range(n)]) for r in range(n)
+        ],
+        "the shards in the order of the ring, own shard first: rank 0's belongs first": [
+            joined([r + s for s in range(n)]) for r in range(n)
+        ],
+        "the shards from the last rank to the first": joined(list(range(n))[::-1]),
+        "each shard stands one place too far": joined([s - 1 for s in range(n)]),
+        "each shard stands one place too early": joined([s + 1 for s in range(n)]),
+    }
+    return known if fits_any(actual, known) else other_rules(case, actual, way, reduces=False)
+
+
 def require_gathered(
     trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None
 ) -> None:
     """Every rank has the shards joined along dim 0."""
-    n = trial.num_ranks
     for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers)
-
-        def joined(order: list[int], values: list[Tensor] = case.values) -> Tensor:
-            return torch.cat([values[i % n] for i in order])
-
-        way = direction(seen.recordings, i)
-        alternatives = {
-            "this rank's own shard, n times": [joined([r] * n) for r in range(n)],
-            "every other place holds the shard that came last: one buffer for all rounds stands in all of "
-            "them": [joined([r + way if s != r else r for s in range(n)]) for r in range(n)],
-            "every other place holds the neighbour's shard: in each step a rank sends its own shard again, "
-            "not the one that has just come": [
-                joined([r - way if s != r else r for s in range(n)]) for r in range(n)
-            ],
-            "the shards in the order in which they came, own shard first: rank 0's belongs first": [
-                joined([r - s for s in range(n)]) for r in range(n)
-            ],
-            "the shards in the order of the ring, own shard first: rank 0's belongs first": [
-                joined([r + s for s in range(n)]) for r in range(n)
-            ],
-            "the shards from the last rank to the first": joined(list(range(n))[::-1]),
-            "each shard stands one place too far": joined([s - 1 for s in range(n)]),
-            "each shard stands one place too early": joined([s + 1 for s in range(n)]),
-        }
+        actual = [answer["returned"] for answer in answers]
         trial.close(
             f"what was gathered of {case}",
-            [answer["returned"] for answer in answers],
-            joined(list(range(n))),
-            alternatives=alternatives,
+            actual,
+            torch.cat(case.values),
+            alternatives=partial(slips, case, actual, direction(seen.recordings, i)),
             rtol=0.0,
             help=help or "Which rank made the shard that arrives in step s? It belongs in that rank's place.",
         )

@@ -1,5 +1,6 @@
 """Checks of `ring_reduce_scatter`: rank r gets chunk r of the sum."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .cases import Case, ask, draw, dtypes, layouts, require_tensors, require_untouched, sizes
-from .traffic import require_messages_alone, require_neighbours, require_ring_bytes, require_waits
+from .cases import Case, ask, draw, dtypes, fits_any, layouts, require_tensors, require_untouched, sizes
+from .ring_rules import other_rules, partial_sums
+from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
 exercise(
     "ring_reduce_scatter",
@@ -55,8 +57,8 @@ def pieces(case: Case, whole: list[Tensor], lengths: list[int]) -> list[Tensor]:
     ]
 
 
-def slips(case: Case, lengths: list[int]) -> dict[str, list[Tensor]]:
-    """What known slips would have returned."""
+def slips(case: Case, lengths: list[int], actual: list[Tensor], way: int) -> dict[str, list[Tensor]]:
+    """What known slips would have returned, or a ring with another rule."""
     n, values = len(case.values), case.values
     before = [values[r] + values[r - 1] for r in range(n)]
     after = [values[r] + values[(r + 1) % n] for r in range(n)]
@@ -71,25 +73,27 @@ def slips(case: Case, lengths: list[int]) -> dict[str, list[Tensor]]:
         "only this rank's and the next rank's parts are in it": after,
         "these are the largest numbers, not the sums": first,
     }
-    return {cause: pieces(case, whole, lengths) for cause, whole in told.items()}
+    known = {cause: pieces(case, whole, lengths) for cause, whole in told.items()}
+    return known if fits_any(actual, known) else other_rules(case, actual, way, reduces=True)
 
 
 def require_shards(
     trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None
 ) -> None:
     """The shards, joined and cut to size, are the flattened sum: padded or with a short last chunk."""
-    for case, answers in zip(seen.cases, seen.answers, strict=True):
+    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers)
         require_chunks(trial, case, answers)
         lengths = [answer["returned"].numel() for answer in answers]
         expected = pieces(case, [case.total] * trial.num_ranks, lengths)
+        actual = [answer["returned"][: len(e)] for answer, e in zip(answers, expected, strict=True)]
         trial.close(
             f"the shard of {case}",
-            [answer["returned"][: len(e)] for answer, e in zip(answers, expected, strict=True)],
+            actual,
             expected,
-            alternatives=slips(case, lengths),
+            alternatives=partial(slips, case, lengths, actual, direction(seen.recordings, i)),
             help=help or "Rank r returns chunk r: which chunk is complete on this rank after n - 1 steps?",
             terms={
                 f"rank {r}'s part": pieces(case, [value] * trial.num_ranks, lengths)
@@ -147,7 +151,7 @@ def tensors_need_not_be_contiguous(trial: Trial) -> None:
     """A tensor that does not lie in one piece of memory is summed as well."""
     seen = trial.once(observe_layouts)
     require_shards(trial, seen, "flatten() and reshape() copy where view() fails.")
-    require_untouched(trial, seen)
+    require_untouched(trial, seen, partial_sums)
 
 
 @check("ring_reduce_scatter", world_sizes=(2, 4), subgroup=False)
@@ -163,7 +167,7 @@ def nothing_is_used_before_it_arrived(trial: Trial) -> None:
 @check("ring_reduce_scatter")
 def input_is_unchanged(trial: Trial) -> None:
     """The tensor that was handed over is the same afterwards."""
-    require_untouched(trial, trial.once(observe_even))
+    require_untouched(trial, trial.once(observe_even), partial_sums)
 
 
 @check("ring_reduce_scatter", subgroup=False)

@@ -101,6 +101,9 @@ def slips_per_byte(
         "bytes are divided by seconds_per_byte, and it is a price: seconds for each byte": without
         + seconds(kind, size, n, 0.0, per_byte),
     }
+    known["seconds_per_byte counts once a call for all of S, also where one rank receives nothing"] = (
+        without + size * per_byte
+    )
     if n > 1:
         known |= {
             "seconds_per_byte counts once a call for all of S, not for what is received in each step": without

@@ -1,5 +1,6 @@
 """Checks of `DataParallel`'s buckets: how many there are, when they leave, who waits for them."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -76,22 +77,54 @@ def unwaited(recordings: list[Recording]) -> str:
     return ""
 
 
+OTHER_ROOM: dict[str, Callable[[int], int]] = {
+    "bytes are counted as elements of 4 bytes: four times bucket_bytes go into a bucket": lambda k: 4 * k,
+    "elements of 4 bytes are counted as 16: a quarter of bucket_bytes goes into a bucket": lambda k: k // 4,
+    "a bucket is closed when it has become larger than bucket_bytes: one gradient too many": lambda k: k + 1,
+    "a bucket is closed when the next gradient would fill it exactly: that one fits": lambda k: k - 1,
+    "every gradient has a bucket of its own, whatever bucket_bytes is": lambda k: 1,
+    "all gradients are in one bucket, whatever bucket_bytes is": lambda k: 6,
+}
+"""Cause → how many gradients a bucket then holds that has room for k of the six."""
+
+
+def why_so_many(by_room: dict[int, list[int]]) -> str:
+    """What explains the bytes of the all-reduces, for every bucket size: room for 1, 2 and 6 gradients."""
+
+    def split(number: int) -> list[int]:
+        number = min(max(number, 1), 6)
+        return sorted([number] * (6 // number) + [6 % number] * (6 % number > 0))
+
+    return next(
+        (
+            told
+            for told, number in OTHER_ROOM.items()
+            if all(
+                sorted(size / GRADIENT_BYTES for size in sizes) == split(number(room))
+                for room, sizes in by_room.items()
+            )
+        ),
+        "",
+    )
+
+
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def gradients_travel_in_buckets(trial: Trial) -> None:
     """Six gradients of 1024 bytes make 6, 3 or 1 all-reduces, as bucket_bytes is 1024, 2048 or 6144."""
     for r, result in enumerate(trial.once(observe_buckets).results):
+        by_room = {
+            layers: [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
+            for layers, recording in result["recordings"].items()
+        }
         for layers, recording in result["recordings"].items():
-            sizes = [
-                event.num_bytes
-                for event in recording.select("all_reduce")
-                if event.num_bytes >= GRADIENT_BYTES
-            ]
+            sizes = by_room[layers]
             full = 6 // layers
             trial.require(
                 full <= len(sizes) <= (full if layers == 1 else full + 1),  # a smaller first bucket is fine
                 f"with bucket_bytes={layers * GRADIENT_BYTES} there were {len(sizes)} all-reduces of "
                 f"{sizes} bytes, "
                 f"expected {full}",
+                cause=why_so_many(by_room),
                 help="Gradients share an all-reduce until the next one would make it larger than "
                 "bucket_bytes.",
                 rank=r,

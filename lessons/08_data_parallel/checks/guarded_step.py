@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Recording, Trial, check, exercise
 
 from .means import (
     require_bytes,
@@ -92,6 +92,20 @@ def reference_weights(
     return after
 
 
+def how_decided(recording: Recording) -> str:
+    """Why a rank takes a step though a loss is not finite, as far as the reduction of its flag tells."""
+    flags = [e for e in recording.select("all_reduce") if e.num_elements <= 4]
+    ways = {
+        "MAX": "the largest of the ranks' flags decides: one rank whose loss is finite is enough for it",
+        "MIN": "the smallest of the ranks' flags decides: one rank that reports nothing is enough",
+        "SUM": "the sum of the ranks' flags decides: is it what it should be when all are finite?",
+        "PRODUCT": "the product of the ranks' flags decides: one 0 among them makes it 0",
+    }
+    if not flags:
+        return "nothing travels but gradients: each rank decides by its own loss"
+    return ways.get(flags[0].op, "")
+
+
 def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     """Which steps were taken, and the weights after each."""
     expected = reference_weights(seen)
@@ -114,6 +128,7 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
             "none",
             help="All ranks decide by the same number: let them agree on it before anyone returns.",
             rank=r,
+            cause=how_decided(result["recording"]) if any(result["taken"]) else "",
         )
     for i in range(len(want)):
         for name in expected[i]:

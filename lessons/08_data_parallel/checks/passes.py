@@ -1,6 +1,7 @@
 """Checks of `DataParallel` over passes that differ: unused layers, `no_sync()`, several backwards."""
 
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,8 +65,39 @@ def observe_passes(
         passes, seed, quiet, broken, per_rank=[([p[r] for p in drawn],) for r in range(trial.num_ranks)]
     )
     expected, own = expected_gradients(seed, drawn)
-    last, _ = expected_gradients(seed, drawn[-1:])
-    return SimpleNamespace(results=results, expected=expected, own=own, last=last, sizes=sizes_of(drawn))
+    return SimpleNamespace(
+        results=results, expected=expected, own=own, seed=seed, drawn=drawn, sizes=sizes_of(drawn)
+    )
+
+
+def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+    """A parameter's gradient where not all passes are in it, or not all of them are averaged."""
+    own = [gradient[name] for gradient in seen.own]
+    last = expected_gradients(seen.seed, seen.drawn[-1:])[0][name]
+    before = expected_gradients(seen.seed, seen.drawn[:-1])
+    known = {
+        "the last pass alone: what accumulated was dropped": last,
+        "each rank's own sum: it was not reduced": own,
+        "the last pass alone was averaged: what was there before it is each rank's own": [
+            gradient[name] + last for gradient in before[1]
+        ],
+        "the passes before alone: what the last one added was dropped": before[0][name],
+        "what was there before counts n times: it was averaged, and summed over the ranks once more": (
+            len(own) * before[0][name] + last
+        ),
+    }
+    if len(seen.drawn) > 2:
+        told = "the first pass is gone: what was there is cleared when the next no_sync() begins"
+        known[told] = expected_gradients(seen.seed, seen.drawn[1:])[0][name]
+    return known
+
+
+def by_pass(seen: SimpleNamespace, name: str) -> dict[str, Tensor]:
+    """What each pass adds to the mean."""
+    return {
+        f"pass {i + 1} of {len(seen.drawn)}": expected_gradients(seen.seed, [drawn])[0][name]
+        for i, drawn in enumerate(seen.drawn)
+    }
 
 
 def observe_corners(trial: Trial) -> SimpleNamespace:
@@ -198,15 +230,12 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
             trial.require(
                 gradient is not None, f"{name} has no gradient: what accumulated was dropped", rank=r
             )
-        own = [g[name] for g in seen.own]
         trial.close(
             f"the gradient of {name} after two passes in no_sync() and one outside",
             actual,
             seen.expected[name],
-            alternatives={
-                "the last pass alone: what accumulated was dropped": seen.last[name],
-                "each rank's own sum: it was not reduced": own,
-            },
+            alternatives=partial(other_sums, seen, name),
+            terms=partial(by_pass, seen, name),
             help="Send parameter.grad as it is then, with all that no_sync() added up.",
         )
 
@@ -220,10 +249,11 @@ def an_exception_ends_no_sync(trial: Trial) -> None:
             f"the gradient of {name} after an exception in no_sync() and a pass outside",
             by_rank(seen.results, "gradients", name),
             seen.expected[name],
-            alternatives={
+            alternatives=lambda name=name: {
                 "each rank's own sum: no_sync() is still on": [own[name] for own in seen.own],
-                "the last pass alone: what accumulated was dropped": seen.last[name],
+                **other_sums(seen, name),
             },
+            terms=partial(by_pass, seen, name),
             help="try: yield, finally: what switches sending on again.",
         )
 
@@ -237,6 +267,7 @@ def two_passes_add_up(trial: Trial) -> None:
             f"the gradient of {name} after two passes",
             by_rank(seen.results, "gradients", name),
             seen.expected[name],
-            alternatives={"the last pass alone": seen.last[name]},
+            alternatives=partial(other_sums, seen, name),
+            terms=partial(by_pass, seen, name),
             help="Nothing of the first pass may be lost, or be counted twice.",
         )

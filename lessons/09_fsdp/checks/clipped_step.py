@@ -114,6 +114,8 @@ class Way:
     """Whether gradients of earlier steps are gone."""
     clips: bool = True
     """Whether the gradient that the optimizer sees is clipped."""
+    order: float = 2.0
+    """Of the shards' norms."""
 
 
 def in_one_process(
@@ -130,7 +132,7 @@ def in_one_process(
             optimizer.zero_grad()
         (sum(model(*batches[step])[1] for batches in by_rank) / n).backward()
         shards = [model.weight.grad[r * per_rank :][:per_rank] for r in range(n)]
-        own = [shard.norm().item() for shard in shards]
+        own = [shard.norm(way.order).item() if shard.numel() else 0.0 for shard in shards]
         norms.append([way.rule(own, r) for r in range(n)])
         for r, shard in enumerate(shards):
             if shard.numel() and way.clips:
@@ -168,6 +170,10 @@ WRONG = {
     ),
     "the gradients of earlier steps are still there: nothing was zeroed": replace(RIGHT, forgets=False),
     "the optimizer stepped on gradients that were not clipped": replace(RIGHT, clips=False),
+    "the absolute values were added, not their squares": Way(lambda own, r: sum(own), order=1.0),
+    "this is the largest of all numbers, not the root of the sum of their squares": Way(
+        lambda own, r: max(own), order=math.inf
+    ),
 }
 
 

@@ -1,6 +1,8 @@
 """The embedding over a cut vocabulary."""
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,23 +126,50 @@ def embedding_output_is_the_dense_one(trial: Trial) -> None:
     """Every rank gets every token's row."""
     for name, seen in trial.once(observe_embedding).items():
         ranges = row_ranges(seen.table, each_rank(seen, "weight"))
-        alternatives = {}
-        if ranges is not None:
-            first_rows = [table_row(seen, *each) for each in ranges if each[1]]
-            own = [own_rows(seen, *each) for each in ranges]
-            alternatives = {
-                "zero where another rank has the row: nothing was summed over the ranks": own,
-                "a stray row was added by each rank that does not have the token": sum(
-                    o.double() + s for o, s in zip(own, first_rows, strict=False)
-                ),
-                "the first row of each rank is zero: its tokens were taken for another rank's": seen.output
-                * ~torch.isin(seen.idx, torch.tensor([first for first, size in ranges if size])).unsqueeze(
-                    -1
-                ),
-            } | rows_not_zeroed(seen, trial.num_ranks)
-        trial.close(f"the output ({name})", each_rank(seen, "output"), seen.output, alternatives=alternatives)
+        trial.close(
+            f"the output ({name})",
+            each_rank(seen, "output"),
+            seen.output,
+            alternatives=partial(other_outputs, seen, ranges or [], trial.num_ranks),
+        )
         for rank, result in enumerate(seen.results):
             trial.require(not result["idx_changed"], "the tokens were changed in place", rank=rank)
+
+
+def other_outputs(seen: SimpleNamespace, ranges: list[tuple[int, int]], n: int) -> dict[str, Any]:
+    """What known slips look up, given each rank's first row and number of rows."""
+    having = [each for each in ranges if each[1]]
+    if not having:
+        return {}
+    own = [own_rows(seen, *each) for each in ranges]
+    first_rows = [table_row(seen, *each) for each in having]
+
+    def without(rows: list[int]) -> Tensor:
+        return seen.output * ~torch.isin(seen.idx, torch.tensor(rows)).unsqueeze(-1)
+
+    taken = "of each rank is zero: its tokens were taken for another rank's"
+    return {
+        "zero where another rank has the row: nothing was summed over the ranks": own,
+        "a stray row was added by each rank that does not have the token": sum(
+            o.double() + s for o, s in zip(own, first_rows, strict=False)
+        ),
+        f"the first row {taken}": without([first for first, _ in having]),
+        f"the last row {taken}": without([first + size - 1 for first, size in having]),
+        f"the last row {taken} (the last of ceil(v/n))": without(
+            [(r + 1) * -(-len(seen.table) // n) - 1 for r in range(n if len(seen.table) % n else 0)]
+        ),
+        "the token before each one was looked up: an index is one too small": shifted(seen, ranges, -1),
+        "the token after each one was looked up: an index is one too large": shifted(seen, ranges, 1),
+    } | rows_not_zeroed(seen, n)
+
+
+def shifted(seen: SimpleNamespace, ranges: list[tuple[int, int]], by: int) -> Tensor:
+    """The rows beside those that belong to the tokens; none where that is another rank's."""
+    idx = seen.idx + by
+    there = torch.zeros_like(idx, dtype=torch.bool)
+    for first, size in ranges:
+        there |= (idx >= first) & (idx < first + size) & (seen.idx >= first) & (seen.idx < first + size)
+    return seen.table[idx.clamp(0, len(seen.table) - 1)] * there.unsqueeze(-1)
 
 
 def own_rows(seen: SimpleNamespace, first: int, size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The loss over a cut vocabulary."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -147,6 +148,33 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
         "in bits: the logarithm to the base 2, where the natural one belongs": each.sum()
         / (math.log(2) * counted.sum()),
         "the sum of exponentials of this rank's part alone": mine,
+    } | own_largest(seen, n)
+
+
+def own_largest(seen: SimpleNamespace, n: int) -> dict[str, Tensor | list[Tensor]]:
+    """The loss if each rank takes its own largest logit off, and not that of the whole row."""
+    counted = seen.targets != -1
+    shards = parts(seen.logits.double(), -1, n)
+    size = shards[0].size(-1)
+    most = torch.stack([shard.amax(-1) for shard in shards])  # (n, N)
+    totals = torch.stack(
+        [(shard - m.unsqueeze(-1)).exp().sum(-1) for shard, m in zip(shards, most, strict=True)]
+    )
+    right = seen.logits.double().gather(1, seen.targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    owner = most.gather(0, (seen.targets.clamp(min=0) // size).unsqueeze(0)).squeeze(0)
+
+    def mean(losses: Tensor) -> Tensor:
+        return losses[counted].mean()
+
+    told = "each rank takes off the largest logit of its own part, not of the whole row: it was not reduced"
+    return {
+        told: mean(totals.sum(0).log() - right + owner),
+        f"{told}, and it is added again after the logarithm": [
+            mean(totals.sum(0).log() + m - right) for m in most
+        ],
+        "the largest logit was taken off before exp, and is not added again": mean(
+            seen.logits.double().logsumexp(-1) - most.amax(0) - right
+        ),
     }
 
 
@@ -155,7 +183,7 @@ def loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the mean over the counted targets, the same on every rank."""
     for name in ("plain", "with ignored targets", "all targets on the last rank"):
         seen = trial.once(observe_entropy)[name]
-        alternatives = entropy_alternatives(seen, trial.num_ranks)
+        alternatives = partial(entropy_alternatives, seen, trial.num_ranks)
         trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, alternatives=alternatives)
 
 
@@ -165,23 +193,41 @@ def loss_is_stable(trial: Trial) -> None:
     for name in ("large logits", "padded vocabulary"):
         seen = trial.once(observe_entropy)[name]
         help = "Subtract the largest logit of the whole row, over all ranks, before exp."
-        trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, help=help)
+        alternatives = partial(entropy_alternatives, seen, trial.num_ranks)
+        trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, alternatives, help=help)
         entropy_gradient(trial, seen, name)
 
 
 def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
     n = trial.num_ranks
-    own, logits = parts(seen.gradient, -1, n), parts(seen.logits, -1, n)
+    own = parts(seen.gradient, -1, n)
+
+    def alternatives() -> dict[str, list[Tensor]]:
+        logits, softmax = parts(seen.logits, -1, n), parts(seen.softmax, -1, n)
+        alone = parts(seen.logits.double(), -1, n)
+        return {
+            "the softmax is missing: no gradient comes through the sum of exponentials": [
+                g - s for g, s in zip(own, softmax, strict=True)
+            ],
+            "n times too large: backward summed over the ranks": [n * g for g in own],
+            "the target's part is missing: only the softmax is there": softmax,
+            "the softmax over this rank's words alone: its sum of exponentials is not that of all ranks": [
+                g - s + shard.softmax(-1) * seen.softmax.sum(-1, keepdim=True)
+                for g, s, shard in zip(own, softmax, alone, strict=True)
+            ],
+            "backward goes through the largest logit as well, which is a constant: detach it": [
+                through_the_largest(shard, g) for shard, g in zip(logits, own, strict=True)
+            ],
+        }
+
     trial.close(
         f"the gradient of the logits ({name})",
         each_rank(seen, "gradient"),
         own,
-        alternatives={
-            "n times too large: backward summed over the ranks": [n * g for g in own],
-            "the target's part is missing: only the softmax is there": parts(seen.softmax, -1, n),
-            "backward goes through the largest logit as well, which is a constant: detach it": [
-                through_the_largest(shard, g) for shard, g in zip(logits, own, strict=True)
-            ],
+        alternatives=alternatives,
+        terms=lambda: {
+            "the softmax": parts(seen.softmax, -1, n),
+            "the target's part": [g - s for g, s in zip(own, parts(seen.softmax, -1, n), strict=True)],
         },
         help="softmax minus one at the target, divided by the number of counted targets.",
     )

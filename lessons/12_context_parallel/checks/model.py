@@ -1,30 +1,26 @@
 """Checks of `context_parallelize`: a GPT of which every rank computes a part of the sequence."""
 
-import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from grader.checks import Trial, check, exercise, is_close
-from nanogpt.model import GPT, Dropout, GPTConfig
+from nanogpt.model import GPT, Dropout
 
+from .model_losses import built, config_of, dense, other_losses
 from .shared import (
     BACKWARD,
     FEW,
     SIZES,
     Watch,
-    attention,
-    causal,
     hops_at_most,
     neighbours_only,
     nothing_is_long,
-    plain_positions,
-    zigzag_positions,
 )
 
 exercise(
@@ -49,10 +45,6 @@ def small_config(trial: Trial, **changed: Any) -> dict:
     return {**sizes, "n_embd": 20, "bias": trial.choice((True, False)), "length": length, **changed}
 
 
-def config_of(sizes: dict) -> GPTConfig:
-    return GPTConfig(**{key: value for key, value in sizes.items() if key != "length"})
-
-
 def drawn(trial: Trial, sizes: dict) -> dict[str, Tensor]:
     """Weights with which attention, positions and biases all matter.
 
@@ -64,85 +56,6 @@ def drawn(trial: Trial, sizes: dict) -> dict[str, Tensor]:
         gain = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
         weights[name] = gain + (2.0 if "wpe" in name else 1.0) * scale * trial.normal(*parameter.shape)
     return weights
-
-
-def built(sizes: dict, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> GPT:
-    model = GPT(config_of(sizes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model.to(dtype)
-
-
-class Masked(nn.Module):
-    """An attention core with a mask of the judge's."""
-
-    def __init__(self, seen: Tensor) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, self.seen)[0]
-
-
-def each_loss(model: GPT, idx: Tensor, targets: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-    """Cross entropy of every target (b, s), 0 where it is -1, in one process, with any positions and mask."""
-    model = copy.deepcopy(model).double()
-    for block in model.transformer.h:
-        block.attn.core = Masked(seen)
-    x = model.embed(idx, positions)
-    for block in model.transformer.h:
-        x = block(x)
-    return F.cross_entropy(model.head(x).transpose(1, 2), targets, ignore_index=-1, reduction="none")
-
-
-def dense(sizes: dict, weights: dict, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of one process."""
-    model = built(sizes, weights, torch.float64).eval()
-    loss = model(idx, targets)[1]
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def other_losses(seen: SimpleNamespace, targets: Tensor) -> dict[str, Any]:
-    """Cause → the loss that it leads to, one or one a rank."""
-    n, s = seen.num_ranks, targets.size(1)
-    model = built(seen.sizes, seen.weights)
-    losses = each_loss(model, seen.idx, targets, torch.arange(s), causal(s)).detach()
-    count = (targets != -1).sum()
-    found: dict[str, Any] = {
-        "it is the sum over the tokens, not the mean": losses.sum(),
-        "ignored targets (-1) are counted in the mean": losses.mean(),
-    }
-    if n == 1:
-        return found
-    for way, where in (("plain", plain_positions), ("zigzag", zigzag_positions)):
-        parts = [where(s, r, n) for r in range(n)]
-        sums = torch.stack([losses[:, p].sum() for p in parts])
-        counts = torch.stack([(targets[:, p] != -1).sum() for p in parts])
-        local = torch.empty(s, dtype=torch.int64)
-        owner = torch.empty(s, dtype=torch.int64)
-        for r, p in enumerate(parts):
-            local[p], owner[p] = torch.arange(len(p)), r
-        alike = owner.unsqueeze(1) == owner.unsqueeze(0)
-
-        def mean(positions: Tensor, mask: Tensor, targets: Tensor = targets, count: Tensor = count) -> Tensor:
-            return each_loss(model, seen.idx, targets, positions, mask).detach().sum() / count
-
-        found |= {
-            f"the ranks' own means are averaged, and they count different numbers ({way} parts)": (
-                sums / counts
-            ).mean(),
-            f"the ranks' own means are added up ({way} parts)": (sums / counts).sum(),
-            f"it is this rank's own mean ({way} parts)": list(sums / counts),
-            f"it is this rank's own sum, over the count of all ({way} parts)": list(sums / count),
-            f"positions count from 0 on every rank ({way} parts)": mean(local, causal(s)),
-            f"tokens see those of their own rank only ({way} parts)": mean(
-                torch.arange(s), causal(s) & alike
-            ),
-            f"that, and positions from 0 on every rank ({way} parts)": mean(local, causal(s) & alike),
-        }
-    return found
 
 
 def uneven(trial: Trial, sizes: dict, b: int) -> Tensor:
@@ -202,7 +115,7 @@ def require_loss(trial: Trial, number: int, what: str, help: str) -> None:
         what,
         [r["losses"][number] for r in seen.results],
         seen.expected[number][0],
-        other_losses(seen, seen.targets[number]),
+        partial(other_losses, seen, seen.targets[number]),
         help,
     )
 

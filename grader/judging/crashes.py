@@ -1,0 +1,114 @@
+"""What the words of an error mean: torch says what it can not do, and seldom why it was asked to.
+
+A cause is said where the words leave one alone; where they leave several, the next step says where to look.
+"""
+
+import re
+from collections.abc import Sequence
+
+_KNOWN: Sequence[tuple[str, str, str]] = (
+    (
+        r"network is unreachable|name resolution|name or service not known|^URLError|^gaierror",
+        "",
+        "A submission can not count on the network: there is none where it is graded.",
+    ),
+    (
+        r"Pair is not connected",
+        "",
+        "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "
+        "group_dst= and group_src= count in the group.",
+    ),
+    (
+        r"cannot register a hook on a tensor that doesn't require grad",
+        "it hooks a frozen parameter: one with requires_grad=False gets no gradient, and takes no hook",
+        "Leave out what has requires_grad False.",
+    ),
+    (
+        r"element 0 of tensors does not require grad",
+        "backward was called on something that no graph leads to: it was computed with gradients switched "
+        "off, or from what is detached",
+        "Inside an autograd.Function's forward and backward, and in hooks of backward, gradients are off: "
+        "torch.enable_grad() switches them on, and inputs need requires_grad_().",
+    ),
+    (
+        r"backward through the graph a second time|have already been freed",
+        "two backwards go through one graph: the first of them freed what it had kept",
+        "One backward for all that share a graph; or detach where the second one's part begins.",
+    ),
+    (
+        r"modified by an inplace operation",
+        "a tensor that backward needs was changed in place after it had been used",
+        "Work on a new tensor, or on a clone: `x = x + y` where `x += y` stands. A collective changes its "
+        "tensor in place, too.",
+    ),
+    (
+        r"leaf Variable that requires grad (is being|has been)|view of a leaf Variable",
+        "a parameter, or another tensor that asks for a gradient, is changed in place where autograd watches",
+        "Change it under torch.no_grad(), or change its .detach().",
+    ),
+    (
+        r"grad can be implicitly created only for scalar outputs",
+        "backward was called on a tensor of several numbers, and was not given the gradient that comes in",
+        "tensor.backward(gradient), or torch.autograd.backward(tensor, gradient).",
+    ),
+    (
+        r"returned an incorrect number of gradients",
+        "the autograd.Function's backward does not return one value for each argument of forward",
+        "Return None for what is no tensor, such as the group.",
+    ),
+    (
+        r"returned an invalid gradient at index \d+ - got .* but expected shape",
+        "the gradient that backward returns has not the shape of forward's input",
+        "What forward gathered or summed up, backward cuts; what it cut, backward puts together.",
+    ),
+    (
+        r"(expected m1 and m2|mat1 and mat2 (to|must)) .*dtype|expected scalar type",
+        "numbers of two dtypes are multiplied: outside of autocast, nobody casts one to the other",
+        "Which of the two was cast, or computed under autocast, and which was not?",
+    ),
+    (
+        r"[Tt]ensors? must be contiguous",
+        "a tensor that does not lie in one piece of memory was sent: only contiguous ones travel",
+        "Send x.contiguous(); what arrives in a copy must be copied back.",
+    ),
+    (
+        r"view size is not compatible",
+        "view() of a tensor that does not lie in one piece of memory",
+        "reshape() and flatten() copy where they must.",
+    ),
+    (
+        r"index out of range in self|index \d+ is out of bounds for dimension",
+        "a row is looked up that is not there",
+        "Is it a number of the whole, where this rank's part is shorter, or -1, which is ignored? Subtract "
+        "the part's first index, and mask what lies outside of it.",
+    ),
+    (
+        r"deepcopy protocol|Only Tensors created explicitly by the user",
+        "a tensor that has a graph was copied with deepcopy",
+        "Copy a parameter, or x.detach().clone().",
+    ),
+)
+
+
+_NONE = re.compile(r"'?NoneType'?")
+_GRADIENT = re.compile(r"\.grad\b")
+
+
+def why_crashed(kind: str, message: str, places: Sequence[str], notes: Sequence[str]) -> tuple[str, str]:
+    """The cause behind an error and the next step; "" where it is not known.
+
+    Args:
+        kind: the class of the exception.
+        places: the lines of the learner's code that it went through, the last one last.
+        notes: what the check has seen of it (`BaseException.add_note`), which goes before what words tell.
+    """
+    if notes:
+        return notes[0], ""
+    if _NONE.search(message) and places and _GRADIENT.search(places[-1]):
+        cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"
+        return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."
+    said = f"{kind}: {message}"
+    for words, cause, step in _KNOWN:
+        if re.search(words, said, re.IGNORECASE | re.MULTILINE):
+            return cause, step
+    return "", ""

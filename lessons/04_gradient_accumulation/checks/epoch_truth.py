@@ -1,0 +1,145 @@
+"""An epoch in one process: what is right, and what comes of known slips."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from grader.checks import Trial
+from nanogpt.model import GPT, GPTConfig
+
+from .models import build, counted
+
+Batches = list[tuple[Tensor, Tensor]]
+NORM, RATE, DECAY = 1.0, 0.05, 0.7
+
+
+def make(config: GPTConfig, seed: int, sharpness: float) -> GPT:
+    """A GPT whose gradients are small, or with a large `sharpness` so large that they are clipped."""
+    model = build(config, seed)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.mul_(sharpness)
+        model.lm_head.weight.mul_(max(1.0, sharpness))
+    return model
+
+
+def tools(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return optimizer, LambdaLR(optimizer, lambda step: DECAY**step)
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    """All gradients, end to end."""
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+    ).clone()
+
+
+@dataclass
+class Slip:
+    """One way of running the epoch; without arguments, the right one."""
+
+    weigh: str = "targets"
+    clip_each: bool = False
+    clip: bool = True
+    zero: bool = True
+    by_value: bool = False
+    early: bool = False
+    """The scheduler comes before the optimizer."""
+
+
+def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float, even: bool = False) -> Any:
+    """Micro-batches of other shapes with other counts; `even`: all alike, and every target counts."""
+    config = GPTConfig(
+        block_size=12, vocab_size=trial.integer(19, 29), n_layer=1, n_head=2, n_embd=8, bias=False
+    )
+    batches = []
+    for i in range(num_microbatches):
+        rows, length = (3, 9) if even else ((1, 3, 2)[i % 3], trial.integer(8, 11) + i % 2)
+        inputs, targets = (trial.tokens(config.vocab_size, rows, length) for _ in range(2))
+        if not even:
+            share = 0.1 if i % 2 else 0.8  # few count in every other one
+            ignored = [j for j in range(1, targets.numel()) if trial.rng.random() > share]
+            targets.view(-1)[ignored] = -1
+        batches.append((inputs, targets))
+    return SimpleNamespace(
+        config=config, seed=trial.seed(), sharpness=sharpness, batches=batches, accumulate=accumulate
+    )
+
+
+def groups(case: Any) -> Iterator[Batches]:
+    for first in range(0, len(case.batches), case.accumulate):
+        yield case.batches[first : first + case.accumulate]
+
+
+def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> float:
+    """The weight of a micro-batch's mean."""
+    every = sum(counted(each) for _, each in group)
+    size = sum(each.numel() for _, each in group)
+    return {
+        "targets": counted(goals) / every,
+        "means": 1 / len(group),
+        "accumulate": 1 / accumulate,
+        "size": goals.numel() / size,
+        "not at all": 1.0,
+    }[slip.weigh]
+
+
+def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNamespace:
+    """Gradients, losses and rates of the steps, in float64; what a slip would make of them."""
+    slip = slip or Slip()
+    model = make(case.config, case.seed, case.sharpness).double()
+    optimizer, scheduler = tools(model)
+    seen = SimpleNamespace(gradients=[], losses=[], rates=[], weights=None)
+    for _ in range(num_epochs):
+        seen.losses.append([])
+        for group in groups(case):
+            if slip.zero:
+                optimizer.zero_grad()
+            total = 0.0
+            for inputs, goals in group:
+                loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
+                loss.backward()
+                total += loss.item()
+                if slip.clip_each:
+                    nn.utils.clip_grad_norm_(model.parameters(), NORM)
+            if slip.by_value:
+                nn.utils.clip_grad_value_(model.parameters(), NORM)
+            elif slip.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), NORM)
+            if slip.early:
+                with warnings.catch_warnings(action="ignore"):  # torch tells of it, too
+                    scheduler.step()
+            seen.gradients.append(gradient_of(model))
+            seen.rates.append(optimizer.param_groups[0]["lr"])
+            seen.losses[-1].append(total)
+            optimizer.step()
+            if not slip.early:
+                scheduler.step()
+    seen.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return seen
+
+
+SLIPS = {
+    "the mean of the micro-batches' means, where their counted targets differ": Slip(weigh="means"),
+    "each loss divided by accumulate: that is not what a micro-batch is of its group": Slip(
+        weigh="accumulate"
+    ),
+    "each micro-batch weighs by its b·s targets, not by those that count": Slip(weigh="size"),
+    "the sum of the micro-batches' means": Slip(weigh="not at all"),
+    "clipped after every micro-batch: what came first is clipped again and again": Slip(clip_each=True),
+    "the mean of means, clipped after every micro-batch": Slip(weigh="means", clip_each=True),
+    "each loss divided by accumulate, and clipped after every micro-batch": Slip(
+        weigh="accumulate", clip_each=True
+    ),
+    "not clipped": Slip(clip=False),
+    "each element was clipped to 1 by itself, where the norm of all together belongs": Slip(by_value=True),
+    "the scheduler moved on before the optimizer had made its step": Slip(early=True),
+    "no zero_grad: the gradients of the steps before are still there": Slip(zero=False),
+}

@@ -1,0 +1,131 @@
+"""What the loss is of a GPT whose parts of the sequence, or sums over them, are put together otherwise."""
+
+import copy
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanogpt.model import GPT, GPTConfig
+
+from .shared import attention, causal, plain_positions, zigzag_positions
+
+
+def config_of(sizes: dict) -> GPTConfig:
+    return GPTConfig(**{key: value for key, value in sizes.items() if key != "length"})
+
+
+def built(sizes: dict, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> GPT:
+    model = GPT(config_of(sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model.to(dtype)
+
+
+class Masked(nn.Module):
+    """An attention core with a mask of the judge's."""
+
+    def __init__(self, seen: Tensor) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, self.seen)[0]
+
+
+def each_loss(model: GPT, idx: Tensor, targets: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    """Cross entropy of every target (b, s), 0 where it is -1, in one process, with any positions and mask."""
+    model = copy.deepcopy(model).double()
+    for block in model.transformer.h:
+        block.attn.core = Masked(seen)
+    x = model.embed(idx, positions)
+    for block in model.transformer.h:
+        x = block(x)
+    return F.cross_entropy(model.head(x).transpose(1, 2), targets, ignore_index=-1, reduction="none")
+
+
+def dense(sizes: dict, weights: dict, idx: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of one process."""
+    model = built(sizes, weights, torch.float64).eval()
+    loss = model(idx, targets)[1]
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def other_losses(seen: SimpleNamespace, targets: Tensor) -> dict[str, Any]:
+    """Cause → the loss that it leads to, one or one a rank."""
+    s = targets.size(1)
+    model = built(seen.sizes, seen.weights)
+    losses = each_loss(model, seen.idx, targets, torch.arange(s), causal(s)).detach()
+    found: dict[str, Any] = {
+        "it is the sum over the tokens, not the mean": losses.sum(),
+        "ignored targets (-1) are counted in the mean": losses.mean(),
+    }
+    if seen.num_ranks > 1:
+        for way in CUTS:
+            found |= _of_parts(losses, targets, way, seen.num_ranks)
+            found |= _cut_otherwise(model, seen.idx, targets, way, seen.num_ranks)
+    return found
+
+
+CUTS = {"plain": plain_positions, "zigzag": zigzag_positions}
+
+
+def _of_parts(losses: Tensor, targets: Tensor, way: str, n: int) -> dict[str, Any]:
+    """What comes of the right losses of the tokens, if the ranks put them together in another way."""
+    s, count = targets.size(1), (targets != -1).sum()
+    parts = [CUTS[way](s, r, n) for r in range(n)]
+    sums = torch.stack([losses[:, p].sum() for p in parts])
+    counts = torch.stack([(targets[:, p] != -1).sum() for p in parts])
+    if not counts.all():
+        nothing = torch.where(counts > 0, 0.0, math.nan)  # 0 / 0
+        return {
+            "a rank divides by its own count, and where that counts no target 0 / 0 is NaN": list(
+                losses.sum() / count + nothing
+            ),
+            "the mean of a rank that counts no target is NaN, and so is all that it is added to": (
+                losses.sum() / count + nothing.sum()
+            ),
+        }
+    return {
+        f"the ranks' own means are averaged, and they count different numbers ({way} parts)": (
+            sums / counts
+        ).mean(),
+        f"the ranks' own means are added up ({way} parts)": (sums / counts).sum(),
+        f"it is this rank's own mean ({way} parts)": list(sums / counts),
+        f"it is this rank's own sum, over the count of all ({way} parts)": list(sums / count),
+    }
+
+
+def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -> dict[str, Tensor]:
+    """The loss if tokens are cut in one way, and their positions, targets or the causal mask in another."""
+    s, count = targets.size(1), (targets != -1).sum()
+    (other,) = CUTS.keys() - {way}
+    local, owner, taken = (torch.empty(s, dtype=torch.int64) for _ in range(3))
+    for r in range(n):
+        mine = CUTS[way](s, r, n)
+        local[mine], owner[mine], taken[mine] = torch.arange(len(mine)), r, CUTS[other](s, r, n)
+    places = torch.arange(s)
+    alike = owner.unsqueeze(1) == owner.unsqueeze(0)
+    as_other = taken.unsqueeze(1) >= taken.unsqueeze(0)
+
+    def mean(positions: Tensor, mask: Tensor, targets: Tensor = targets) -> Tensor:
+        return each_loss(model, idx, targets, positions, mask).detach().sum() / count
+
+    return {
+        f"positions count from 0 on every rank ({way} parts)": mean(local, causal(s)),
+        f"tokens see those of their own rank only ({way} parts)": mean(places, causal(s) & alike),
+        f"that, and positions from 0 on every rank ({way} parts)": mean(local, causal(s) & alike),
+        f"tokens are cut into {way} parts, and their positions into {other} ones": mean(taken, causal(s)),
+        f"tokens are cut into {way} parts, and attention takes them for {other} ones": mean(places, as_other),
+        f"tokens are cut into {way} parts, and positions and attention take them for {other} ones": mean(
+            taken, as_other
+        ),
+        f"tokens are cut into {way} parts, and targets into {other} ones": mean(
+            places, causal(s), targets[:, taken]
+        ),
+    }

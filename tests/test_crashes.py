@@ -1,0 +1,114 @@
+"""What the words of an error mean to a learner: torch's own words, as this torch says them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grader.judging.crashes import why_crashed
+
+
+class Wider(torch.autograd.Function):
+    """Its backward returns what does not fit."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.repeat(2)
+
+
+class Longer(torch.autograd.Function):
+    """Its backward returns more than forward was given."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return gradient, gradient
+
+
+def hook_frozen() -> None:
+    nn.Parameter(torch.ones(2), requires_grad=False).register_post_accumulate_grad_hook(print)
+
+
+def without_graph() -> None:
+    torch.ones(()).backward()
+
+
+def twice() -> None:
+    y = torch.ones(2, requires_grad=True).exp().sum()
+    y.backward()
+    y.backward()
+
+
+def in_place() -> None:
+    y = torch.ones(2, requires_grad=True).exp()
+    z = y.sin()
+    y += 1
+    z.sum().backward()
+
+
+def on_a_leaf() -> None:
+    torch.ones(2, requires_grad=True).add_(1)
+
+
+def on_a_view_of_a_leaf() -> None:
+    torch.ones(2, requires_grad=True)[:1].add_(1)
+
+
+def of_several() -> None:
+    torch.ones(2, requires_grad=True).exp().backward()
+
+
+def of_two_dtypes() -> None:
+    torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.bfloat16)
+
+
+def too_far() -> None:
+    nn.functional.embedding(torch.tensor([7]), torch.ones(3, 2))
+
+
+def viewed() -> None:
+    torch.ones(2, 3).T.view(6)
+
+
+WORDS = {
+    hook_frozen: "frozen",
+    without_graph: "no graph leads to",
+    twice: "two backwards",
+    in_place: "changed in place after",
+    on_a_leaf: "where autograd watches",
+    on_a_view_of_a_leaf: "where autograd watches",
+    of_several: "several numbers",
+    of_two_dtypes: "two dtypes",
+    too_far: "a row is looked up that is not there",
+    viewed: "one piece of memory",
+    lambda: Wider.apply(torch.ones(2, requires_grad=True)).sum().backward(): "shape of forward's input",
+    lambda: Longer.apply(torch.ones(2, requires_grad=True)).sum().backward(): "one value for each argument",
+}
+
+
+@pytest.mark.parametrize(("fail", "words"), WORDS.items(), ids=WORDS.values())
+def test_torchs_words_are_known(fail, words: str) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as error:
+        fail()
+    cause, step = why_crashed(error.type.__name__, str(error.value), (), ())
+    assert words in cause and step
+
+
+def test_none_is_a_missing_gradient_only_where_a_gradient_is_read() -> None:
+    message = "unsupported operand type(s) for /=: 'NoneType' and 'int'"
+    assert ".grad is None" in why_crashed("TypeError", message, ("at line 3: `p.grad /= n`",), ())[0]
+    assert why_crashed("TypeError", message, ("at line 3: `y + self.bias`",), ()) == ("", "")
+
+
+def test_what_was_seen_goes_before_what_words_tell() -> None:
+    assert (
+        why_crashed("RuntimeError", "element 0 of tensors does not require grad", (), ("no grad",))[0]
+        == "no grad"
+    )
+    assert why_crashed("ValueError", "the story", (), ()) == ("", "")
