@@ -1,6 +1,5 @@
 """Checks of `FullySharded`: what it computes. What it keeps meanwhile is in residency.py."""
 
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,16 +108,13 @@ def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -
 
     result = look(wrap(odd_gpt), batches[0])
     sharded = wrap(odd_gpt)
-    with ExitStack() as recorded:
-        result["first step"] = recorded.enter_context(rank.record())
-
-        def look_on() -> None:
-            recorded.close()
-            gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
-            result["dtypes of gradients"] = sorted({str(gradient.dtype) for gradient in gradients})
-            result["first"] = full(sharded)
-
-        train(sharded, batches, "SGD", plain, after_first=look_on)
+    with rank.record() as recording:
+        train(sharded, batches, "SGD", plain, num_steps=1)
+    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
+    result["dtypes of gradients"] = sorted({str(gradient.dtype) for gradient in gradients})
+    result["first"], result["first step"] = full(sharded), recording
+    sharded = wrap(odd_gpt)
+    train(sharded, batches, "SGD", plain)
     result["trained logits"] = evaluate(sharded, *batches[0])[0].clone()
     result["ends"] = {"odd_gpt SGD": full(sharded)}
     for make, kind in ((odd_gpt, "AdamW"), (narrow_gpt, "SGD")):

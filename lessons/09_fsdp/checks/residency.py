@@ -101,7 +101,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     )
 
 
-RANKS = (2,)
+RANKS = (2, 4)
 
 
 def kept(seen: Any, result: dict) -> bool:

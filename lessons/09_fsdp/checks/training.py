@@ -67,12 +67,8 @@ def train(
     make: Callable[..., Optimizer],
     after_backward: Callable[[int], None] = lambda passes_left: None,
     num_steps: int = len(PASSES),
-    after_first: Callable[[], None] = lambda: None,
 ) -> list[Step]:
-    """The steps of one rank. `after_backward(how many passes of this step are still to come)`.
-
-    `after_first` is called between the first step and the second.
-    """
+    """The steps of one rank. `after_backward(how many passes of this step are still to come)`."""
     named = list(module.named_parameters())
     optimizer = make_optimizer(kind, named, make)
     scheduler = StepLR(optimizer, 1, gamma=0.3) if kind == "scheduled" else None
@@ -87,8 +83,6 @@ def train(
             compute()
             step.returned = optimizer.step()
         steps.append(step)
-        if number == 0:
-            after_first()
         if scheduler is not None:
             scheduler.step()
         if kind == "resumed" and number == 0:
