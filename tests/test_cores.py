@@ -74,7 +74,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_quota_counts_wherever_it_stands(machine, files: dict[str, str], expected: int) -> None:
     machine(files)
     assert cores.usable_cores() == expected
-    assert sensible_jobs("cpu") == min(expected + 1, MOST_JOBS)
+    assert sensible_jobs("cpu") == min(expected, MOST_JOBS)
 
 
 def test_a_quota_gives_no_cores_that_the_process_may_not_run_on(

@@ -24,10 +24,10 @@ MOST_JOBS = 4
 
 
 def sensible_jobs(device: str) -> int:
-    """How many exercises to grade at a time: one more than cores, four at most; on GPUs one."""
+    """How many exercises to grade at a time: as many as cores, four at most; on GPUs one."""
     if device != "cpu":
         return 1
-    return min(usable_cores() + 1, MOST_JOBS)
+    return min(usable_cores(), MOST_JOBS)
 
 
 def side_by_side(

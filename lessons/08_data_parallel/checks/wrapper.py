@@ -242,7 +242,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def observe_training(trial: Trial) -> SimpleNamespace:
     numbers, n = seeds(trial), trial.num_ranks
-    steps = [(trial.tokens(23, 2 * n, 8), trial.tokens(23, 2 * n, 8)) for _ in range(3)]
+    steps = [(trial.tokens(23, 2 * n, 8), trial.tokens(23, 2 * n, 8)) for _ in range(2)]
     shares = [[(t[2 * r : 2 * r + 2], y[2 * r : 2 * r + 2]) for t, y in steps] for r in range(n)]
     results = trial.run(train, per_rank=list(zip(numbers, shares, strict=True)))
     return SimpleNamespace(results=results, seed=numbers[0], steps=steps)
@@ -260,7 +260,7 @@ def train_alone(seen: SimpleNamespace, name: str, factor: float) -> dict[str, Te
 
 
 def require_training(trial: Trial, optimizer: str) -> None:
-    """Three steps end at the weights of one process on the whole batch."""
+    """Two steps end at the weights of one process on the whole batch."""
     seen, n = trial.once(observe_training), trial.num_ranks
     expected = train_alone(seen, optimizer, 1.0)
     others = {}
@@ -269,7 +269,7 @@ def require_training(trial: Trial, optimizer: str) -> None:
         others["the weights after training on the mean divided by n"] = train_alone(seen, optimizer, 1 / n)
     for name in expected:
         trial.close(
-            f"{name} after three steps of {optimizer}",
+            f"{name} after two steps of {optimizer}",
             by_rank(seen.results, optimizer, name),
             expected[name],
             alternatives={told: end[name] for told, end in others.items()},
@@ -279,11 +279,11 @@ def require_training(trial: Trial, optimizer: str) -> None:
 
 @check("DataParallel")
 def sgd_trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of SGD end at the weights of one process that had the whole batches."""
+    """Two steps of SGD end at the weights of one process that had the whole batches."""
     require_training(trial, "SGD")
 
 
 @check("DataParallel")
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
-    """Three steps of AdamW, gradients zeroed in place, end at the weights of one process."""
+    """Two steps of AdamW, gradients zeroed in place, end at the weights of one process."""
     require_training(trial, "AdamW")
