@@ -495,6 +495,14 @@ def test_each_derived_file_is_known_to_be_stale(course: Path, lesson: Lesson, ca
     }
     checks.write_text("# changed\n")
     assert [one.why for one in build.find_stale(course, discover(course))] == [changed("checks/__init__.py")]
+    checks.write_text("from lessons_shared import pairs\n")
+    shared = checks.parents[2] / "shared" / "pairs.py"
+    shared.parent.mkdir()
+    shared.write_text("")
+    assert [one.why for one in build.find_stale(course, discover(course))] == [
+        changed("checks/__init__.py, shared/pairs.py")
+    ]
+    shutil.rmtree(shared.parent)
     checks.write_text(before[checks])
     assert stale_after(solution, "START", "BEGIN") == {notebook: changed(solution.name)}
     hand = json.dumps("the bug")[1:-1]

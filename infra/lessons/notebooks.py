@@ -59,6 +59,9 @@ def digest_of_sources(lesson: Lesson) -> dict[str, str]:
     """What the outputs of the solved notebook come from, by name: of lesson.md its code, not its prose."""
     code = [[cell.source, cell.exercise] for cell in lesson.cells if cell.kind == "code"]
     beside = {p.relative_to(lesson.folder).as_posix(): p for p in sorted(lesson.folder.rglob("*.py"))}
+    if any("lessons_shared" in path.read_text() for path in beside.values()):
+        lessons = lesson.folder.parent
+        beside |= {p.relative_to(lessons).as_posix(): p for p in sorted((lessons / "shared").rglob("*.py"))}
     files = beside | {lesson.solution_path.name: lesson.solution_path}
     digests = {name: _digest(path.read_bytes()) for name, path in files.items() if path.exists()}
     return {"code of lesson.md": _digest(json.dumps(code).encode()), **digests}
