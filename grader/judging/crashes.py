@@ -94,6 +94,23 @@ _NONE = re.compile(r"'?NoneType'?")
 _GRADIENT = re.compile(r"\.grad\b")
 
 
+_SIZES = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
+
+
+def _times_too_wide(given: int, taken: int) -> tuple[str, str]:
+    """Of a product whose two sizes do not meet: one is a multiple of the other, as parts and wholes are."""
+    for large, small, one, other in ((given, taken, "input", "matrix"), (taken, given, "matrix", "input")):
+        if small and large > small and large % small == 0:
+            return (
+                f"the {one} of a product is {large} wide, the {other} {small}, {large // small} times less: "
+                f"the {one} is whole where one part of {large // small} belongs, or the {other} is cut where "
+                "it should be whole",
+                "Which of them should be this rank's part, and which whole? A gather makes whole what a cut "
+                "layer reads in parts.",
+            )
+    return "", f"The input of a product is {given} wide, and the matrix takes {taken}."
+
+
 def why_crashed(kind: str, message: str, places: Sequence[str], notes: Sequence[str]) -> tuple[str, str]:
     """The cause behind an error and the next step; "" where it is not known.
 
@@ -107,6 +124,8 @@ def why_crashed(kind: str, message: str, places: Sequence[str], notes: Sequence[
     if _NONE.search(message) and places and _GRADIENT.search(places[-1]):
         cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"
         return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."
+    if sizes := _SIZES.search(message):
+        return _times_too_wide(*map(int, sizes.groups()))
     said = f"{kind}: {message}"
     for words, cause, step in _KNOWN:
         if re.search(words, said, re.IGNORECASE | re.MULTILINE):

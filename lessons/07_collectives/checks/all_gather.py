@@ -69,6 +69,19 @@ def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
         "each shard stands one place too far": joined([s - 1 for s in range(n)]),
         "each shard stands one place too early": joined([s + 1 for s in range(n)]),
     }
+    if all(len(a) == n * len(value) for a, value in zip(actual, case.values, strict=True)):
+        known["this rank's own shard is missing: its place holds what was in memory before"] = [
+            torch.cat([a.chunk(n)[s] if s == r else case.values[s] for s in range(n)])
+            for r, a in enumerate(actual)
+        ]
+    bits = [a.contiguous().view(torch.uint8) for a in actual]
+    if all(torch.equal(each, bits[0]) for each in bits) and not any(
+        torch.equal(place, value) for place, value in zip(actual[0].chunk(n), case.values, strict=False)
+    ):
+        told = (
+            "all ranks have the same, and no rank's shard is in it: what a rank sends first is not its shard"
+        )
+        known[told] = list(actual)
     return known if fits_any(actual, known) else other_rules(case, actual, way, reduces=False)
 
 

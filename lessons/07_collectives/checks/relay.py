@@ -117,7 +117,9 @@ def require_outputs(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     for i, (output, e) in enumerate(zip(outputs, expected, strict=True)):
         told = f"the output of micro-batch {i} on the last rank"
         alternatives = (
-            {_moved(i, places[i], once): outputs[i]} if i in moved[:1] else partial(other_layers, seen, i)
+            {_moved(i, places[i], once, _order(places)): outputs[i]}
+            if i in moved[:1]
+            else partial(other_layers, seen, i)
         )
         trial.close(told, output, e, alternatives=alternatives, help=help, rtol=1e-3)
 
@@ -134,7 +136,8 @@ def other_layers(seen: SimpleNamespace, number: int) -> dict[str, Tensor]:
     }
     lines["the last rank's layer of its own input: nothing came from the ranks before"] = [last]
     lines["every rank's layer was applied twice"] = [r for r in range(last + 1) for _ in range(2)]
-    found = {}
+    nothing = torch.full_like(seen.expected[number], float("nan"))
+    found = {"NaN is what the inputs of all ranks but rank 0 hold here: was one of them used?": nothing}
     for told, line in lines.items() if last > 0 else ():
         x = seen.inputs[number].double()
         for r in line:
@@ -143,8 +146,11 @@ def other_layers(seen: SimpleNamespace, number: int) -> dict[str, Tensor]:
     return found
 
 
-def _moved(i: int, place: int, once: bool) -> str:
+def _moved(i: int, place: int, once: bool, in_order: str | None) -> str:
     """Why the output of micro-batch `place` stands at `i`."""
+    if in_order is not None:
+        told = "from the last to the first" if in_order == "reversed" else "in another order"
+        return f"that is the output of micro-batch {place}: all of them are there, {told}"
     if once:
         why = "the list holds one tensor many times, and that holds what was written last"
     elif place > i:
@@ -152,6 +158,13 @@ def _moved(i: int, place: int, once: bool) -> str:
     else:
         why = "an older one"
     return f"that is the output of micro-batch {place}: {why}"
+
+
+def _order(places: list[int | None]) -> str | None:
+    """How the outputs stand if all of them are there, each once."""
+    if None in places or sorted(places) != list(range(len(places))):
+        return None
+    return "reversed" if places == sorted(places)[::-1] else "mixed"
 
 
 def _place(output: Tensor, expected: list[Tensor]) -> int | None:

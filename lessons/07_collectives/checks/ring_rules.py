@@ -26,6 +26,8 @@ class Rule:
     """The same of the place for what arrives."""
     adds: bool
     num_steps: int
+    returned: int = 0
+    """Of a reduce-scatter: which piece comes back."""
 
 
 def right_rule(n: int, adds: bool) -> Rule:
@@ -56,7 +58,8 @@ def play(pieces: list[list[Tensor | None]], rule: Rule, way: int) -> list[list[T
 def neighbours_of(right: Rule, n: int) -> list[list[Rule]]:
     """Rules that differ in one thing from the right one, and others that do in two; likely ones first."""
     moves = [(start, by) for by in (-1, 0, 1) for start in range(-1, n - 1)]
-    rules = [Rule(*parts) for parts in product(moves, moves, (True, False), (n - 2, n - 1, n))]
+    returned = range(n if right.adds else 1)
+    rules = [Rule(*parts) for parts in product(moves, moves, (True, False), (n - 2, n - 1, n), returned)]
 
     def differs(rule: Rule) -> int:
         return sum(mine != other for mine, other in zip(astuple(rule), astuple(right), strict=True))
@@ -94,6 +97,10 @@ def told(rule: Rule, right: Rule, what: str, n: int) -> str:
             if rule.adds
             else "what arrives takes the place of the rank's own part, and should be added to it"
         )
+    if rule.returned != right.returned:
+        said.append(
+            f"the index of the {what} that is returned is off by {min(rule.returned, n - rule.returned)}"
+        )
     if rule.num_steps != right.num_steps:
         said.append(f"it takes {rule.num_steps} steps, where {right.num_steps} are needed")
     return ", and ".join(said)
@@ -115,7 +122,8 @@ def other_rules(case: Case, actual: Sequence[Tensor], way: int, reduces: bool) -
         for rule in rules:
             rows = play(start, rule, way)
             if reduces:
-                rows = [[row[r][: len(a)]] for r, (row, a) in enumerate(zip(rows, actual, strict=True))]
+                at = [(r + way * rule.returned) % n for r in range(n)]
+                rows = [[row[i][: len(a)]] for i, row, a in zip(at, rows, actual, strict=True)]
             values = [_joined(row, a) for row, a in zip(rows, actual, strict=True)]
             if None not in values:
                 found.setdefault(told(rule, right, "chunk" if reduces else "shard", n), values)

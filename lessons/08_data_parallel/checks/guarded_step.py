@@ -1,5 +1,7 @@
 """Checks of `guarded_step`: a broken batch on one rank is left out by all."""
 
+from collections.abc import Callable
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +67,12 @@ def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -
 
 
 def reference_weights(
-    seen: SimpleNamespace, average_first: bool = True, clip_each: bool = False, forget: bool = True
+    seen: SimpleNamespace,
+    average_first: bool = True,
+    clip_each: bool = False,
+    forget: bool = True,
+    clip: bool = True,
+    times: float = 1.0,
 ) -> list[dict[str, Tensor]]:
     """The weights after each step, as one process would have them, or one that does something else."""
     model = build(Regression, seen.seed).double()
@@ -83,9 +90,9 @@ def reference_weights(
                 for mean, parameter in zip(means, model.parameters(), strict=True):
                     mean += parameter.grad / len(batches)
             for mean, parameter in zip(means, model.parameters(), strict=True):
-                parameter.grad = mean
+                parameter.grad = mean.mul_(times)
             together = [[p] for p in model.parameters()] if clip_each else [list(model.parameters())]
-            for parameters in together:
+            for parameters in together if clip else ():
                 nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
         after.append(weights(model))
@@ -94,32 +101,46 @@ def reference_weights(
 
 def how_decided(recording: Recording) -> str:
     """Why a rank takes a step though a loss is not finite, as far as the reduction of its flag tells."""
-    flags = [e for e in recording.select("all_reduce") if e.num_elements <= 4]
     ways = {
         "MAX": "the largest of the ranks' flags decides: one rank whose loss is finite is enough for it",
         "MIN": "the smallest of the ranks' flags decides: one rank that reports nothing is enough",
         "SUM": "the sum of the ranks' flags decides: is it what it should be when all are finite?",
         "PRODUCT": "the product of the ranks' flags decides: one 0 among them makes it 0",
     }
-    if not flags:
+    first = next(iter(recording.select()), None)
+    if first is None or first.num_elements > 4:
         return "nothing travels but gradients: each rank decides by its own loss"
-    return ways.get(flags[0].op, "")
+    if first.kind == "broadcast":
+        return f"the flag of rank {first.peer} alone decides: it is broadcast, and nobody asks the others"
+    return ways.get(first.op, "")
+
+
+def other_weights(seen: SimpleNamespace) -> dict[str, list[dict[str, Tensor]]]:
+    """What known slips lead to, by step."""
+    ways: dict[str, dict[str, Any]] = {
+        "the step of gradients that were clipped before they were averaged": {"average_first": False},
+        "every parameter's gradient was clipped to norm 1 by itself: the norm is that of all together": {
+            "clip_each": True
+        },
+        "the gradient of the steps before is still there: zero_grad() comes first": {"forget": False},
+        "the step of the gradients' sum: divide by the number of ranks": {"times": len(seen.results)},
+        "the step of gradients that were not clipped": {"clip": False},
+    }
+    return {told: reference_weights(seen, **way) for told, way in ways.items()}
+
+
+def _at(
+    others: Callable[[], dict[str, list[dict[str, Tensor]]]], step: int, name: str, before: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """What a weight is after a step, by slip."""
+    found = {cause: weights[step][name] for cause, weights in others().items()}
+    return {"what it was before the step": before[name], **found}
 
 
 def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     """Which steps were taken, and the weights after each."""
     expected = reference_weights(seen)
-    others = {
-        "the step of gradients that were clipped before they were averaged": reference_weights(
-            seen, average_first=False
-        ),
-        "every parameter's gradient was clipped to norm 1 by itself: the norm is that of all together": (
-            reference_weights(seen, clip_each=True)
-        ),
-        "the gradient of the steps before is still there: zero_grad() comes first": reference_weights(
-            seen, forget=False
-        ),
-    }
+    others = cache(partial(other_weights, seen))  # only a wrong answer needs them
     want = [not ranks for ranks in seen.broken]
     for r, result in enumerate(seen.results):
         trial.require(
@@ -138,12 +159,7 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
                 f"{name} after step {i + 1} ({'a good' if want[i] else 'a broken'} batch)",
                 actual,
                 expected[i][name],
-                alternatives={
-                    "what it was before the step": before[name],
-                    **{cause: other[i][name] for cause, other in others.items()},
-                }
-                if want[i]
-                else {},
+                alternatives=partial(_at, others, i, name, before) if want[i] else {},
                 help="Average, then clip, then step. A broken batch changes nothing.",
             )
 

@@ -32,6 +32,7 @@ class UnreadableError(Exception):
     """A batch that can not be read."""
 
 
+NOT_REDUCED = "each rank's own sum: it was not reduced"
 INSIDE, LEAVING = "inside no_sync", "as no_sync ends"
 
 
@@ -77,7 +78,7 @@ def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
     before = expected_gradients(seen.seed, seen.drawn[:-1])
     known = {
         "the last pass alone: what accumulated was dropped": last,
-        "each rank's own sum: it was not reduced": own,
+        NOT_REDUCED: own,
         "the last pass alone was averaged: what was there before it is each rank's own": [
             gradient[name] + last for gradient in before[1]
         ],
@@ -250,8 +251,8 @@ def an_exception_ends_no_sync(trial: Trial) -> None:
             by_rank(seen.results, "gradients", name),
             seen.expected[name],
             alternatives=lambda name=name: {
-                "each rank's own sum: no_sync() is still on": [own[name] for own in seen.own],
-                **other_sums(seen, name),
+                "no_sync() is still on: it is each rank's own sum" if told == NOT_REDUCED else told: value
+                for told, value in other_sums(seen, name).items()
             },
             terms=partial(by_pass, seen, name),
             help="try: yield, finally: what switches sending on again.",

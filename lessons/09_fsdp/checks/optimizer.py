@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from grader.checks import Trial, check, exercise, storage_bytes, tensors_in
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, bytes_of, draw, settle, weights
-from .parts import gradients_by_rank, trained_on
+from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
 from .training import KINDS, PASSES, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled
 
@@ -68,7 +68,8 @@ def require_kind(trial: Trial, kind: str, help: str) -> None:
 
     def explain() -> str:
         firsts = [result["first"]["weights"] for result in seen.results]
-        return trained_on(expected.start, firsts, gradients_by_rank(Odd, seen.seed, seen.by_rank))
+        told = trained_on(expected.start, firsts, gradients_by_rank(Odd, seen.seed, seen.by_rank))
+        return told or counted_passes(expected.start, firsts, means_by_pass(Odd, seen.seed, seen.by_rank))
 
     ends = [result[kind]["weights"] for result in seen.results]
     require_weights(trial, ends, expected, kind, help, explain)

@@ -1,7 +1,7 @@
 """Says of each number of the weights which ranks' gradients it was trained on, after a plain step of SGD."""
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -68,3 +68,46 @@ def _where(moved: Tensor, own: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Te
             some |= found
             alone |= found if size == 1 else False
     return same(sum(own) / n), same(0.0), alone, some
+
+
+def means_by_pass(make_model: Any, seed: int, by_rank: Sequence[Batches]) -> list[Weights]:
+    """The mean over the ranks of each pass's gradient in the first step; 0 where a pass reaches nothing."""
+    found = []
+    for number in range(PASSES[0]):
+        model = build(make_model, seed, torch.float64)
+        for batches in by_rank:
+            (model(*batches[number])[1] / len(by_rank)).backward()
+        found.append(
+            {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        )
+    return found
+
+
+def counted_passes(start: Weights, ends: Sequence[Weights], means: Sequence[Weights]) -> str:
+    """How often the passes of the first step count, where that explains every weight; else "".
+
+    All weights alike, or one part of them wrong alike and the rest right.
+    """
+    names = list(means[0])
+    if any(name not in end for end in ends for name in names):
+        return ""
+    moved = [torch.cat([(start[name] - end[name].double()).flatten() for name in names]) for end in ends]
+    one, two = (torch.cat([each[name].flatten() for name in names]) for each in means)
+    allowed = 1e-8 * max(one.abs().max().item(), two.abs().max().item())
+
+    def fits(first: int, second: int) -> Tensor:
+        guess = LEARNING_RATE * (first * one + second * two)
+        return torch.stack([(each - guess).abs() <= allowed for each in moved]).all(0)
+
+    right = fits(1, 1)
+    for first, second in product(range(4), repeat=2):
+        wrong = fits(first, second)
+        if (first, second) in ((1, 1), (0, 0)) or right.all() or not (right | wrong).all():
+            continue
+        if (first, second) == (0, 1):
+            return "the first backward pass is lost: the second one's gradient replaced its own"
+        times = {0: "is lost", 1: "counts once", 2: "counts twice", 3: "counts three times"}
+        told = f"the first backward pass of a step {times[first]}, and the second {times[second]}"
+        told += ": is .grad dropped once it was sent?" if first > 1 else ""
+        return told if wrong.all() else f"of a part of the weights {told}"
+    return ""

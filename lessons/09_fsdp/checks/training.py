@@ -123,6 +123,10 @@ class Rule:
     """How often, in the sum of the first step's backward passes."""
     forgets: bool = True
     """Whether zero_grad() does anything."""
+    steps_each: int = 1
+    """How often the optimizer steps where one step belongs."""
+    keeps_rate: bool = False
+    """Whether the learning rate stays what it was at first, whatever a scheduler does."""
 
 
 def whole_batch(
@@ -158,10 +162,26 @@ def whole_batch(
         optimizer = optimizer_class(params, **settings)
         if not rule.forgets:
             optimizer.zero_grad = lambda: None
+        if rule.steps_each > 1:
+            optimizer.step = partial(repeated, rule.steps_each, optimizer.step)
+        if rule.keeps_rate:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            optimizer.register_step_pre_hook(partial(set_rates, rates))
         return optimizer
 
     train(Combined(), by_rank[0], kind, make_one, num_steps=num_steps)
     return weights(model)
+
+
+def repeated(times: int, step: Callable[..., Any], *args: Any) -> Any:
+    for _ in range(times):
+        returned = step(*args)
+    return returned
+
+
+def set_rates(rates: list[float], optimizer: Optimizer, *_: Any) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def rules_of_passes(n: int) -> dict[str, list[Rule]]:
@@ -172,6 +192,7 @@ def rules_of_passes(n: int) -> dict[str, list[Rule]]:
             first_counts=2
         ),
         "the last step's gradient is still there: zero_grad() did not forget it": Rule(forgets=False),
+        "the optimizer stepped twice where one step belongs": Rule(steps_each=2),
     }
     if n > 1:
         told = "the first backward pass's mean was reduced again with the second's, and so divided by n twice"
@@ -203,6 +224,8 @@ def expected_weights(trial: Trial, make_model: Any, seed: int, by_rank: list[Bat
     rules: dict[str, list[Rule]] = {}
     if kind in ("SGD", "groups"):
         rules = (rules_of_ranks(n) if n > 1 else {}) | rules_of_passes(n)
+    if kind in ("scheduled", "resumed"):
+        rules = {"the learning rate stayed what it was at first": [Rule(keeps_rate=True)]}
 
     def others() -> dict[str, list[dict]]:
         wrong = {

@@ -133,7 +133,7 @@ def through_the_largest(logits: Tensor, gradient: Tensor) -> Tensor:
 
 def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
     logits, targets = seen.logits.double(), seen.targets
-    counted = targets != -1
+    counted, shifted = targets != -1, logits - logits.amax(-1, keepdim=True)
     each = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     zeroed = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
     mine = [
@@ -148,7 +148,34 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
         "in bits: the logarithm to the base 2, where the natural one belongs": each.sum()
         / (math.log(2) * counted.sum()),
         "the sum of exponentials of this rank's part alone": mine,
+        "the target's logit is that of this rank's words alone: it was not reduced": [
+            shifted.logsumexp(-1)[counted].mean() - own[counted].mean()
+            for own in own_targets(shifted, targets, n)
+        ],
+        "a target's number is looked up as it is: on each rank words are counted from its first": (
+            logits.logsumexp(-1)[counted].mean() - own_numbers(logits, targets, n)[counted].mean()
+        ),
+        "a target's number is looked up as it is, in logits less the largest: on each rank words are counted "
+        "from its first": shifted.logsumexp(-1)[counted].mean()
+        - own_numbers(shifted, targets, n)[counted].mean(),
     } | own_largest(seen, n)
+
+
+def own_numbers(logits: Tensor, targets: Tensor, n: int) -> Tensor:
+    """The sum over the ranks of what stands at a target's number in their parts, where they go so far."""
+    found = []
+    for shard in parts(logits, -1, n):
+        there = (targets >= 0) & (targets < shard.size(-1))
+        words = shard.gather(1, targets.masked_fill(~there, 0).unsqueeze(1)).squeeze(1)
+        found.append(words.masked_fill(~there, 0.0))
+    return torch.stack(found).sum(0)
+
+
+def own_targets(logits: Tensor, targets: Tensor, n: int) -> list[Tensor]:
+    """By rank: the target's logit where it is one of the rank's words, and 0."""
+    size = logits.size(-1) // n
+    picked = logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return [picked.masked_fill(targets.clamp(min=0) // size != r, 0.0) for r in range(n)]
 
 
 def own_largest(seen: SimpleNamespace, n: int) -> dict[str, Tensor | list[Tensor]]:

@@ -28,6 +28,7 @@ from lessons_shared.cut_gpt_checks import (
     training_is_right,
 )
 from lessons_shared.cut_gpt_runs import built, model_case, passes
+from lessons_shared.cut_gpt_slips import losses_of_slips
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, where, wire_bytes
 from nanogpt.model import GPT, GPTConfig
@@ -77,7 +78,10 @@ def model_loss_is_the_dense_one(trial: Trial) -> None:
             f"the loss ({seen.name})",
             each_rank(seen, "loss"),
             seen.loss,
-            alternatives={"the rows that pad the vocabulary were counted as words": counted},
+            alternatives=lambda seen=seen, counted=counted, n=n: {
+                "the rows that pad the vocabulary were counted as words": counted,
+                **losses_of_slips(dense_model(seen.config, seen.weights), seen.idx, seen.targets, n),
+            },
         )
 
 

@@ -73,12 +73,18 @@ def row_output(trial: Trial, seen: SimpleNamespace, name: str) -> None:
     partial = [
         x.double() @ w.double().T for x, w in zip(parts(seen.x, -1, n), parts(seen.weight, 1, n), strict=True)
     ]
-    alternatives = {"this rank's partial sum: nothing was summed over the ranks": partial}
+    alternatives = {
+        "this rank's partial sum: nothing was summed over the ranks": partial,
+        "the mean of the ranks' partial results: their sum belongs there": seen.dense.output / n,
+    }
     if seen.bias is not None:
         bias = seen.bias.double()
         alternatives |= {
             "the bias was added n times: once by each rank, before the sum": seen.dense.product + n * bias,
             "without the bias": seen.dense.product,
+            "the mean of the ranks' partial products, and the bias: their sum belongs there": (
+                seen.dense.product / n + bias
+            ),
             "this rank's partial sum and the bias: nothing was summed over the ranks": [
                 p + bias for p in partial
             ],

@@ -94,6 +94,18 @@ def likely(config: GPTConfig, b: int, s: int, n: int, scheme: str, answer: objec
     if answer - right == 4 * 4 * (b * s - b * s // n):
         return "the norms' means and deviations are counted for all tokens: a norm has two for each it sees"
     stream = 4 * b * s * config.n_embd
+    tokens = b * s if scheme == "tensor_parallel" else b * s // n
+    norm = 4 * tokens * (config.n_embd + 2)
+    for count, told in ((1, "one norm is missing: a block has two"), (2, "both norms are missing")):
+        if right - answer == count * norm:
+            return f"{told}, each of which keeps its input, a mean and a deviation a token"
+    for size, told in (
+        (4 * 4 * tokens, "the norms' means and deviations are missing: two numbers a token and norm"),
+        (4 * 2 * tokens, "a norm keeps a mean and a deviation for each token: one of them is missing"),
+        (4 * b * config.n_head * s // n, "the core's log-sum-exp is missing: a number a token and head"),
+    ):
+        if right - answer == size:
+            return told
     for share, size in (("b·s·h", stream), ("b·s·h/n", stream // n)):
         count = (answer - right) / size
         if count == int(count) and 0 < abs(count) <= 8:

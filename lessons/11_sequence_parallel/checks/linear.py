@@ -132,6 +132,10 @@ def weight_learns_from_all_tokens(trial: Trial) -> None:
             seen.for_weight,
             alternatives={
                 "only this rank's own tokens: x was not gathered again": own,
+                "this rank's own tokens stand in the place of every rank's": [
+                    u.flatten(0, 1).double().T @ x.repeat(1, trial.num_ranks, 1).flatten(0, 1).double()
+                    for u, x in zip(seen.upstreams, seen.xs, strict=True)
+                ],
                 "summed over the ranks, but each rank has rows of its own": sum(seen.for_weight),
             },
             help="gradient^T @ X, with the X of all tokens: gather x once more.",

@@ -1,7 +1,12 @@
 """The whole model: values, gradients, what it sends and computes."""
 
+from functools import partial
+from types import SimpleNamespace
+
+from torch import Tensor
+
 from grader.checks import Trial, check, each_rank, exercise, told
-from lessons_shared.cut_gpt import cut_dim, small_config
+from lessons_shared.cut_gpt import cut_dim, dense_model, small_config
 from lessons_shared.cut_gpt_checks import (
     attentions,
     given_one_is_changed,
@@ -12,6 +17,7 @@ from lessons_shared.cut_gpt_checks import (
     table_is_cut,
     training_is_right,
 )
+from lessons_shared.cut_gpt_slips import BIASES, losses_of_slips
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, wire_bytes
 from nanogpt.model import GPT, GPTConfig
@@ -44,6 +50,13 @@ exercise(
 )
 
 
+def other_losses(seen: SimpleNamespace, num_ranks: int) -> dict[str, Tensor]:
+    """What known slips would lead to."""
+    found = losses_of_slips(dense_model(seen.config, seen.weights), seen.idx, seen.targets, num_ranks)
+    found.pop(BIASES, None)  # there is another word for it here
+    return {BIAS_ADDED_OFTEN: seen.biases_added_often, **found}
+
+
 @check("sequence_parallelize")
 def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the dense model's, the same on every rank, with ignored targets too."""
@@ -52,7 +65,7 @@ def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
             f"the loss ({seen.name})",
             each_rank(seen, "loss"),
             seen.loss,
-            alternatives={BIAS_ADDED_OFTEN: seen.biases_added_often},
+            alternatives=partial(other_losses, seen, trial.num_ranks),
             help="Every rank's logits are for all tokens and its part of the vocabulary. Are the tokens "
             "in order, with "
             "their own positions?",

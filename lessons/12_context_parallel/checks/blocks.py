@@ -158,21 +158,26 @@ def require_block(trial: Trial, name: str, help: str = "") -> None:
     }
     rows = torch.ones(s_q, dtype=torch.bool) if mask is None else mask.any(-1)
     told = f"({name}: s_q = {s_q}, s_k = {s_k}, causal_offset = {offset})"
+    outs = {cause: value[0] for cause, value in others.items()}
+    plain = (q.double() @ k.double().transpose(-2, -1)) / math.sqrt(d)
+    largest = plain.masked_fill(
+        ~mask if mask is not None else torch.zeros(s_q, s_k, dtype=torch.bool), -math.inf
+    ).amax(-1)
+    outs["it is not divided by the sum of exponentials"] = out * (lse - largest).exp().unsqueeze(-1)
+    outs["it is not divided by the sum of exponentials, from which no largest score was taken off"] = (
+        out * lse.exp().unsqueeze(-1)
+    )
     trial.close(
         f"out {told}",
         of_rows(result["out"], rows),
         of_rows(out, rows),
-        {cause: of_rows(value[0], rows) for cause, value in others.items()},
+        {cause: of_rows(value, rows) for cause, value in outs.items()},
         help or "out is softmax(q k^T / sqrt(d) + mask) v.",
     )
     lses = {cause: value[1] for cause, value in others.items()}
-    plain = (q.double() @ k.double().transpose(-2, -1)) / math.sqrt(d)
     lses["it is the logarithm to base 2"] = lse / math.log(2)
-    lses["it is the largest score, not the log-sum-exp"] = plain.masked_fill(
-        ~mask if mask is not None else torch.zeros(s_q, s_k, dtype=torch.bool), -math.inf
-    ).amax(-1)
+    lses["it is the largest score, not the log-sum-exp"] = largest
     lses["it is the sum of exponentials, without the logarithm"] = lse.exp()
-    largest = lses["it is the largest score, not the log-sum-exp"]
     lses["the largest score was taken off before exp, and is not added again"] = lse - largest
     lses["the largest score was taken off a second time, where it has to be added again"] = lse - 2 * largest
     trial.close(

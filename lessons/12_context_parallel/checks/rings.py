@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -153,6 +154,11 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
             mine == theirs, locally, first[mirrored] <= first[mine]
         ),
     }
+    for step in range(n if n > 1 else 0):
+        told = "a rank's own block" if step == 0 else f"the block of the rank {step} before"
+        masks[f"{told} is missing: is every block that comes by used, the first and the last?"] = causal(
+            length
+        ) & ((mine - theirs) % n != step)
     wrong = {cause: attention(q, k, v, mask)[0] for cause, mask in masks.items()}
     wrong["scores are not divided by sqrt(d)"] = attention(q, k, v, causal(length), q.size(-1) ** 0.5)[0]
     for told, blocks in (("blocks", seen.where), ("chunks", torch.arange(length).split(seen.chunk))):
@@ -172,7 +178,7 @@ def require_outputs(trial: Trial, seen: SimpleNamespace) -> None:
         "the output",
         [r["out"] for r in seen.results],
         by_parts(seen, seen.out),
-        wrong_outputs(seen),
+        partial(wrong_outputs, seen),
         help="Compare each block with plain attention: which ranks' keys are there at step t, which of them "
         "does a query see, and is what arrives awaited before it is used?",
     )
