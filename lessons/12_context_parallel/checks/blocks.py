@@ -1,6 +1,7 @@
 """Checks of `attention_with_lse` and `merge_attention`: attention to one block, and to two."""
 
 import math
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
+from .block_slips import other_blocks, seen_by
 from .shared import attention
 
 exercise(
@@ -33,10 +35,6 @@ exercise(
         "Where both are -inf the larger one is -inf: take 0 instead, and do not divide by 0.",
     ),
 )
-
-
-def seen_by(offset: int | None, s_q: int, s_k: int) -> Tensor | None:
-    return None if offset is None else torch.ones(s_q, s_k, dtype=torch.bool).tril(offset)
 
 
 def attend_probe(rank, cases: list) -> list:
@@ -140,51 +138,24 @@ def require_block(trial: Trial, name: str, help: str = "") -> None:
     q, k, v, offset, *_ = seen.cases[name]
     result = seen.results[name]
     require_pair(trial, result, name)
-    s_q, s_k, d = q.size(2), k.size(2), q.size(3)
+    s_q, s_k = q.size(2), k.size(2)
     mask = seen_by(offset, s_q, s_k)
     out, lse = attention(q, k, v, mask)
-    shift = 0 if offset is None else offset
-    others = {
-        "scores are not divided by sqrt(d)": attention(q, k, v, mask, math.sqrt(d)),
-        "scores are divided by d, not by its root": attention(q, k, v, mask, 1 / math.sqrt(d)),
-        "nothing is masked": attention(q, k, v, None),
-        "the offset is not used": attention(q, k, v, seen_by(0, s_q, s_k)),
-        "the offset goes the wrong way": attention(q, k, v, seen_by(-shift, s_q, s_k)),
-        "the mask is one off: j < i + causal_offset": attention(q, k, v, seen_by(shift - 1, s_q, s_k)),
-        "the mask is aligned to the last query and key": attention(q, k, v, seen_by(s_k - s_q, s_q, s_k)),
-        "the past is masked, not the future": attention(
-            q, k, v, torch.ones(s_q, s_k, dtype=torch.bool).triu(shift)
-        ),
-    }
+    slips = cache(partial(other_blocks, q, k, v, offset))  # only a wrong answer needs them
     rows = torch.ones(s_q, dtype=torch.bool) if mask is None else mask.any(-1)
     told = f"({name}: s_q = {s_q}, s_k = {s_k}, causal_offset = {offset})"
-    outs = {cause: value[0] for cause, value in others.items()}
-    plain = (q.double() @ k.double().transpose(-2, -1)) / math.sqrt(d)
-    largest = plain.masked_fill(
-        ~mask if mask is not None else torch.zeros(s_q, s_k, dtype=torch.bool), -math.inf
-    ).amax(-1)
-    outs["it is not divided by the sum of exponentials"] = out * (lse - largest).exp().unsqueeze(-1)
-    outs["it is not divided by the sum of exponentials, from which no largest score was taken off"] = (
-        out * lse.exp().unsqueeze(-1)
-    )
     trial.close(
         f"out {told}",
         of_rows(result["out"], rows),
         of_rows(out, rows),
-        {cause: of_rows(value, rows) for cause, value in outs.items()},
+        lambda: {cause: of_rows(value, rows) for cause, value in slips()[0].items()},
         help or "out is softmax(q k^T / sqrt(d) + mask) v.",
     )
-    lses = {cause: value[1] for cause, value in others.items()}
-    lses["it is the logarithm to base 2"] = lse / math.log(2)
-    lses["it is the largest score, not the log-sum-exp"] = largest
-    lses["it is the sum of exponentials, without the logarithm"] = lse.exp()
-    lses["the largest score was taken off before exp, and is not added again"] = lse - largest
-    lses["the largest score was taken off a second time, where it has to be added again"] = lse - 2 * largest
     trial.close(
         f"lse {told}",
         of_rows(result["lse"], rows),
         of_rows(lse, rows),
-        {cause: of_rows(value, rows) for cause, value in lses.items()},
+        lambda: {cause: of_rows(value, rows) for cause, value in slips()[1].items()},
         help or "lse is the logsumexp of the masked scores.",
     )
 

@@ -1,10 +1,8 @@
 """Checks of `context_parallelize`: a GPT of which every rank computes a part of the sequence."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from grader.checks import Trial, check, exercise, is_close
 from nanogpt.model import GPT, Dropout
 
-from .model_losses import built, config_of, dense, other_losses
+from .model_losses import built, config_of, dense, drawn, other_losses, small_config
 from .shared import (
     BACKWARD,
     FEW,
@@ -36,26 +34,6 @@ exercise(
         "parameter.register_hook(hook) is given what one backward adds, before it is added to .grad.",
     ),
 )
-
-
-def small_config(trial: Trial, **changed: Any) -> dict:
-    """A small GPT, of which no size is that of the sequence."""
-    length = 2 * trial.num_ranks * trial.choice((3, 5))
-    sizes = {"block_size": length + 2 * trial.num_ranks, "vocab_size": 29, "n_layer": 2, "n_head": 5}
-    return {**sizes, "n_embd": 20, "bias": trial.choice((True, False)), "length": length, **changed}
-
-
-def drawn(trial: Trial, sizes: dict) -> dict[str, Tensor]:
-    """Weights with which attention, positions and biases all matter.
-
-    None sharpens the softmax: with c_attn twice as large, fp32 alone comes near the tolerance now and then.
-    """
-    weights = {}
-    for name, parameter in GPT(config_of(sizes)).named_parameters():
-        scale = 1 / math.sqrt(parameter.size(-1)) if parameter.dim() > 1 else 0.5
-        gain = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-        weights[name] = gain + (2.0 if "wpe" in name else 1.0) * scale * trial.normal(*parameter.shape)
-    return weights
 
 
 def uneven(trial: Trial, sizes: dict, b: int) -> Tensor:

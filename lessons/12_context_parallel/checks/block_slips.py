@@ -1,0 +1,50 @@
+"""What known slips make of attention to one block: other masks, other scales, a sum that is left out."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .shared import attention
+
+
+def seen_by(offset: int | None, s_q: int, s_k: int) -> Tensor | None:
+    return None if offset is None else torch.ones(s_q, s_k, dtype=torch.bool).tril(offset)
+
+
+def other_blocks(
+    q: Tensor, k: Tensor, v: Tensor, offset: int | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Cause → the output, and cause → the log-sum-exp."""
+    s_q, s_k, d = q.size(2), k.size(2), q.size(3)
+    mask = seen_by(offset, s_q, s_k)
+    out, lse = attention(q, k, v, mask)
+    shift = 0 if offset is None else offset
+    both = {
+        "scores are not divided by sqrt(d)": attention(q, k, v, mask, math.sqrt(d)),
+        "scores are divided by d, not by its root": attention(q, k, v, mask, 1 / math.sqrt(d)),
+        "nothing is masked": attention(q, k, v, None),
+        "the offset is not used": attention(q, k, v, seen_by(0, s_q, s_k)),
+        "the offset goes the wrong way": attention(q, k, v, seen_by(-shift, s_q, s_k)),
+        "the mask is one off: j < i + causal_offset": attention(q, k, v, seen_by(shift - 1, s_q, s_k)),
+        "the mask is aligned to the last query and key": attention(q, k, v, seen_by(s_k - s_q, s_q, s_k)),
+        "the past is masked, not the future": attention(
+            q, k, v, torch.ones(s_q, s_k, dtype=torch.bool).triu(shift)
+        ),
+    }
+    scores = (q.double() @ k.double().transpose(-2, -1)) / math.sqrt(d)
+    largest = (scores if mask is None else scores.masked_fill(~mask, -math.inf)).amax(-1)
+    outs = {cause: value[0] for cause, value in both.items()} | {
+        "it is not divided by the sum of exponentials": out * (lse - largest).exp().unsqueeze(-1),
+        "it is not divided by the sum of exponentials, from which no largest score was taken off": (
+            out * lse.exp().unsqueeze(-1)
+        ),
+    }
+    lses = {cause: value[1] for cause, value in both.items()} | {
+        "it is the logarithm to base 2": lse / math.log(2),
+        "it is the largest score, not the log-sum-exp": largest,
+        "it is the sum of exponentials, without the logarithm": lse.exp(),
+        "the largest score was taken off before exp, and is not added again": lse - largest,
+        "the largest score was taken off a second time, where it has to be added again": lse - 2 * largest,
+    }
+    return outs, lses

@@ -1,0 +1,87 @@
+"""What known slips make of ring attention: the ranks' outputs, and the gradients of the whole q, k and v."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .shared import attention, causal
+
+
+def by_parts(seen: SimpleNamespace, whole: Tensor) -> list[Tensor]:
+    return [whole.detach()[:, :, w] for w in seen.where]
+
+
+def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → what each rank would have."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    n, length = len(seen.where), seen.length
+    owner = torch.empty(length, dtype=torch.int64)
+    place = torch.empty(length, dtype=torch.int64)
+    for r, where in enumerate(seen.where):
+        owner[where], place[where] = r, torch.arange(len(where))
+    mine, theirs = owner.unsqueeze(1), owner.unsqueeze(0)
+    locally = place.unsqueeze(1) >= place.unsqueeze(0)
+    mirrored = (
+        2 * mine - theirs
+    ) % n  # whose block it is taken for, when the ring is thought to go the other way
+    first = torch.tensor([int(w[0]) for w in seen.where])
+    masks = {
+        "the causal mask is by local positions, in every block that is not of a later rank": locally
+        & (theirs <= mine),
+        "the causal mask is by local positions, in every block": locally,
+        "nothing is masked": torch.ones(length, length, dtype=torch.bool),
+        "each rank attended to its own block alone": (mine == theirs) & causal(length),
+        "blocks of earlier ranks are seen, the own one is not masked": theirs <= mine,
+        "parts are taken for whole r-th parts of the sequence": (theirs < mine)
+        | ((theirs == mine) & locally),
+        "the blocks that come by are taken for those of the other direction of the ring": torch.where(
+            mine == theirs, locally, first[mirrored] <= first[mine]
+        ),
+    }
+    for step in range(n if n > 1 else 0):
+        told = "a rank's own block" if step == 0 else f"the block of the rank {step} before"
+        masks[f"{told} is missing: is every block that comes by used, the first and the last?"] = causal(
+            length
+        ) & ((mine - theirs) % n != step)
+    wrong = {cause: attention(q, k, v, mask)[0] for cause, mask in masks.items()}
+    wrong["scores are not divided by sqrt(d)"] = attention(q, k, v, causal(length), q.size(-1) ** 0.5)[0]
+    for told, blocks in (("blocks", seen.where), ("chunks", torch.arange(length).split(seen.chunk))):
+        found = [attention(q, k[:, :, w], v[:, :, w], causal(length)[:, w])[0] for w in blocks]
+        visible = sum((w[0] <= torch.arange(length)).long() for w in blocks)
+        wrong[f"the {told}' outputs are added, without rescaling"] = sum(found)
+        wrong[f"the {told}' outputs are averaged, without rescaling"] = sum(found) / visible.view(-1, 1)
+    found = {cause: by_parts(seen, whole) for cause, whole in wrong.items()}
+    found["the keys travel, and the values that they meet are this rank's own: both must travel"] = [
+        attention(q, k, v[:, :, w][:, :, place], causal(length))[0][:, :, w] for w in seen.where
+    ]
+    return found
+
+
+def gradients_from(seen: SimpleNamespace, weights: Tensor, delta: Tensor) -> list[Tensor]:
+    """Gradients of the whole q, k and v, from attention's weights and what the softmax takes off."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    d_scores = weights * (seen.d_out @ v.transpose(-2, -1) - delta) / math.sqrt(q.size(-1))
+    return [d_scores @ k, d_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ seen.d_out]
+
+
+def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → gradients of the whole q, k and v."""
+    q, k = (x.detach() for x in seen.inputs[:2])
+    root = math.sqrt(q.size(-1))
+    scores = (q @ k.transpose(-2, -1) / root).masked_fill(~causal(seen.length), -math.inf)
+    weights = scores.softmax(-1)
+    delta = (seen.d_out * seen.out.detach()).sum(-1, keepdim=True)
+    d_q, d_k, d_v = gradients_from(seen, weights, delta)
+    wrong = {
+        "δ is not taken off: dX is P ∘ dP alone": gradients_from(seen, weights, torch.zeros_like(delta)),
+        "1/sqrt(d) is left out: it is sqrt(d) times too large": [root * d_q, root * d_k, d_v],
+    }
+    for told, blocks in (("block", seen.where), ("chunk", torch.arange(seen.length).split(seen.chunk))):
+        alone = torch.zeros_like(weights)
+        for w in blocks:
+            alone[..., w] = scores[..., w].softmax(-1).nan_to_num(0.0)
+        cause = f"the weights are each {told}'s own softmax: they need the final lse, of all blocks"
+        wrong[cause] = gradients_from(seen, alone, delta)
+    return wrong
