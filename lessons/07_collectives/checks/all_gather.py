@@ -69,20 +69,25 @@ def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
         "each shard stands one place too far": joined([s - 1 for s in range(n)]),
         "each shard stands one place too early": joined([s + 1 for s in range(n)]),
     }
-    if all(len(a) == n * len(value) for a, value in zip(actual, case.values, strict=True)):
-        known["this rank's own shard is missing: its place holds what was in memory before"] = [
-            torch.cat([a.chunk(n)[s] if s == r else case.values[s] for s in range(n)])
-            for r, a in enumerate(actual)
-        ]
-    bits = [a.contiguous().view(torch.uint8) for a in actual]
-    if all(torch.equal(each, bits[0]) for each in bits) and not any(
-        torch.equal(place, value) for place, value in zip(actual[0].chunk(n), case.values, strict=False)
-    ):
-        told = (
-            "all ranks have the same, and no rank's shard is in it: what a rank sends first is not its shard"
-        )
-        known[told] = list(actual)
+    whole = all(a.shape[:1] == (n * len(value),) for a, value in zip(actual, case.values, strict=True))
+    if whole and (sure := without_own(case, actual)):
+        return sure
     return known if fits_any(actual, known) else other_rules(case, actual, way, reduces=False)
+
+
+def without_own(case: Case, actual: list[Tensor]) -> dict[str, list[Tensor]]:
+    """What was gathered, if it is right but for this rank's own shard, or nobody sent his own."""
+    n = len(case.values)
+    places = [a.chunk(n) for a in actual]
+    others = (torch.equal(places[r][s], case.values[s]) for r in range(n) for s in range(n) if s != r)
+    if n > 1 and all(others):
+        return {"this rank's own shard is missing: its place holds what was in memory before": actual}
+    bits = [a.flatten().view(torch.uint8) for a in actual]
+    alike = all(torch.equal(each, bits[0]) for each in bits)
+    if alike and not any(torch.equal(place, value) for place in places[0] for value in case.values):
+        told = "all ranks have the same, with no shard in it: what a rank sends first is not its shard"
+        return {told: actual}
+    return {}
 
 
 def require_gathered(

@@ -76,34 +76,43 @@ def _off(mine: tuple[int, int], other: tuple[int, int], n: int) -> int:
     return min((mine[0] - other[0]) % n, (other[0] - mine[0]) % n)
 
 
-def told(rule: Rule, right: Rule, what: str, n: int) -> str:
-    """What a rule does that the right one does not."""
+def told(rule: Rule, right: Rule, what: str, n: int) -> list[tuple[str, str]]:
+    """What a rule does that the right one does not: subjects and verbs."""
     said = []
     for name, mine, other in (
-        (f"of the {what} that is sent", rule.sent, right.sent),
-        (f"of the place for the {what} that arrives", rule.put, right.put),
+        (f"the index of the {what} that is sent", rule.sent, right.sent),
+        (f"the index of the place for the {what} that arrives", rule.put, right.put),
     ):
-        if mine == other:
-            continue
         if mine[1] == 0:
-            said.append(f"the index {name} stands still: it has to move on with every step")
+            said.append((name, "stands still and does not move on with the step"))
         elif mine[1] != other[1]:
-            said.append(f"the index {name} moves the wrong way from step to step")
-        else:
-            said.append(f"the index {name} is off by {_off(mine, other, n)}")
+            said.append((name, "moves the wrong way from step to step"))
+        elif mine != other:
+            said.append((name, f"is off by {_off(mine, other, n)}"))
     if rule.adds != right.adds:
-        said.append(
-            "what arrives is added to what stands there, and should only be copied"
+        verb = (
+            "is added to what stands there, and should only be copied"
             if rule.adds
-            else "what arrives takes the place of the rank's own part, and should be added to it"
+            else "takes the place of the rank's own part, and should be added to it"
         )
+        said.append(("what arrives", verb))
     if rule.returned != right.returned:
-        said.append(
-            f"the index of the {what} that is returned is off by {min(rule.returned, n - rule.returned)}"
-        )
+        off = min(rule.returned, n - rule.returned)
+        said.append((f"the index of the {what} that is returned", f"is off by {off}"))
     if rule.num_steps != right.num_steps:
-        said.append(f"it takes {rule.num_steps} steps, where {right.num_steps} are needed")
-    return ", and ".join(said)
+        said.append(("it", f"takes {rule.num_steps} steps, where {right.num_steps} are needed"))
+    return said
+
+
+def one_of(rules: Sequence[list[tuple[str, str]]]) -> str:
+    """Rules that lead to the same, in words: one thing each is told by its subject, the likeliest first."""
+    if len(rules[0]) > 1:
+        return ", and ".join(f"{subject} {verb}" for subject, verb in rules[0])
+    verbs: dict[str, list[str]] = {}
+    for ((subject, verb),) in rules:
+        known = verbs.setdefault(subject, [])
+        known += [verb] if verb not in known else []
+    return ", or ".join(f"{subject} {' or '.join(of_one)}" for subject, of_one in verbs.items())
 
 
 def other_rules(case: Case, actual: Sequence[Tensor], way: int, reduces: bool) -> dict[str, list[Tensor]]:
@@ -118,7 +127,7 @@ def other_rules(case: Case, actual: Sequence[Tensor], way: int, reduces: bool) -
         return {}  # two ranks are each other's neighbours on both sides
     start = chunks_of(case) if reduces else own_shards(case)
     for rules in neighbours_of(right, n):
-        found: dict[str, list[Tensor]] = {}
+        found = []
         for rule in rules:
             rows = play(start, rule, way)
             if reduces:
@@ -126,9 +135,9 @@ def other_rules(case: Case, actual: Sequence[Tensor], way: int, reduces: bool) -
                 rows = [[row[i][: len(a)]] for i, row, a in zip(at, rows, actual, strict=True)]
             values = [_joined(row, a) for row, a in zip(rows, actual, strict=True)]
             if None not in values:
-                found.setdefault(told(rule, right, "chunk" if reduces else "shard", n), values)
+                found.append((told(rule, right, "chunk" if reduces else "shard", n), values))
         if found:
-            return found
+            return {one_of([said for said, _ in found]): found[0][1]}
     return {}
 
 
@@ -138,9 +147,9 @@ def _joined(row: list[Tensor | None], actual: Tensor) -> Tensor | None:
     Nothing but a rank's own shard is no sign of anything.
     """
     written = [place for place, piece in enumerate(row) if piece is not None]
-    there = actual.view(len(row), -1, *actual.shape[1:]) if len(actual) % len(row) == 0 else []
-    if len(written) < min(2, len(row)) or len(there) != len(row):
+    if len(written) < min(2, len(row)) or actual.dim() == 0 or len(actual) % len(row):
         return None
+    there = actual.chunk(len(row))
     if not all(is_close(there[place], row[place]) for place in written):
         return None
     return torch.cat([there[i] if piece is None else piece for i, piece in enumerate(row)])
