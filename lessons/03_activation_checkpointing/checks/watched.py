@@ -41,7 +41,7 @@ def of_outputs(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
 
 
 def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
-    """Two forwards, then backward of both, then a forward without gradients."""
+    """Two forwards, then backward of both, then a forward without gradients, and one in evaluation mode."""
     ways = {
         "plain": plain_forward,
         "of outputs": of_outputs,
@@ -65,6 +65,8 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     with torch.no_grad():
         forward(blocks, third, sizes)
     seen["after a forward without gradients"] = sizes.detach().clone()
+    forward(blocks.eval(), third, sizes)
+    seen["after a forward in evaluation mode"] = sizes.detach().clone()
     return {
         "outputs": [y.detach().clone(), z.detach().clone()],
         "gradients": {"x": leaf.grad, **gradients(blocks)},
@@ -138,10 +140,19 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
             },
             "sizes[i] moves a tenth of the way to the mean of |input of block i|.",
         )
-    moved = [seen_by["sizes"]["after a forward without gradients"] for seen_by in (seen.mine, seen.plain)]
-    if torch.equal(seen.mine["sizes"]["after backward"], seen.mine["sizes"]["after two forwards"]):
-        help = "Evaluation is a forward too: it moves the means once."
-        trial.close("sizes after a forward without gradients", *moved, help=help)
+    if not torch.equal(seen.mine["sizes"]["after backward"], seen.mine["sizes"]["after two forwards"]):
+        return  # told by the next check
+    for when, before in (
+        ("after a forward without gradients", "after backward"),
+        ("after a forward in evaluation mode", "after a forward without gradients"),
+    ):
+        trial.close(
+            f"sizes {when}",
+            seen.mine["sizes"][when],
+            seen.plain["sizes"][when],
+            alternatives={"that forward has not moved it": seen.plain["sizes"][before]},
+            help="Evaluation is a forward too: it moves the means once.",
+        )
 
 
 @check("watched_forward")
