@@ -50,7 +50,7 @@ def broadcast_parameters(model: nn.Module, group: ProcessGroup) -> None:
 
 
 def all_reduce_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Replace every `.grad` by its mean over the ranks of the group, in its own dtype.
+    """Replace every `.grad` by its mean over the ranks of the group, in the model's dtype.
 
     A gradient that is None on some ranks counts as zero there. A frozen parameter keeps None, and
     a weight that is used in two places (a tie) is sent once. A gradient may lie in memory in another

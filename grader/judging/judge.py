@@ -25,8 +25,8 @@ ENDINGS_UNTIL_SKIP = 2
 
 NOT_THE_WORLD = (
     "it is right where the group is the whole world: is a rank of the world taken for a rank in the group? "
-    "Look for dist.get_rank() where group.rank() belongs, for src, dst or peer where group_src, group_dst or "
-    "group_peer does, for a call without group=group"
+    "Look for dist.get_rank() where group.rank() belongs, for dist.get_world_size() where group.size() does, "
+    "for src, dst or peer where group_src, group_dst or group_peer does, for a call without group=group"
 )
 """Likely cause of what fails only in the layout that has world rank 0 outside the group, the last one."""
 

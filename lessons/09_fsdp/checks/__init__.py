@@ -7,8 +7,9 @@ The checks of each exercise are in a file of their own. They run in the order in
 from . import predictions  # noqa: F401
 from . import optimizer  # noqa: F401
 from . import gradients  # noqa: F401
-from . import fully_sharded  # noqa: F401  the first of three files on FullySharded
+from . import fully_sharded  # noqa: F401  the first of four files on FullySharded
 from . import hooks  # noqa: F401
+from . import by_then  # noqa: F401
 from . import residency  # noqa: F401
 from . import fully_shard_gpt  # noqa: F401
 from . import clipped_step  # noqa: F401

@@ -49,6 +49,7 @@ def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -
     return {
         "end": {name: tensor.clone() for name, tensor in gathered.items()},
         "same": sharded is model,
+        "whole": [name for name, parameter in named.items() if not hasattr(parameter, "to_local")],
         "sharded": any(hasattr(parameter, "to_local") for parameter in model.parameters()),
     }
 
@@ -87,7 +88,18 @@ def trains_as_one_process_does(trial: Trial) -> None:
     seen = trial.once(observe_training)
     expected = expected_weights(trial, odd_gpt, seen.seed, seen.by_rank, "SGD")
     ends = [result["end"] for result in seen.results]
-    require_weights(trial, ends, expected, "SGD", "fully_shard averages the gradients of what is in a unit.")
+    whole = seen.results[0]["whole"]
+
+    def explain() -> str:
+        if not whole or not all(result["sharded"] for result in seen.results):
+            return ""
+        return (
+            f"{whole[0]} is in no unit, and so whole on every rank, with a gradient that nobody averages "
+            f"({len(whole)} such parameters)"
+        )
+
+    help = "fully_shard averages the gradients of what is in a unit: the blocks first, then the model."
+    require_weights(trial, ends, expected, "SGD", help, explain)
 
 
 def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, exercise, is_close
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw, settle, weights
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
@@ -129,6 +129,45 @@ def finish_waits_for_the_network(trial: Trial) -> None:
     require_kind(trial, seen, "SGD", "once", "Until work.wait() has returned, the share is not there.")
 
 
+def what_is_left(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """The `.grad` that are there after a pass and finish; a parameter of the model is used by no rank."""
+    model = build(Odd, seed, torch.float64).to(rank.device)
+    wrapped = wrap(rank, model)
+    rank.submission.ShardedOptimizer(wrapped.parameters(), SGD, rank.group, lr=0.1).zero_grad()
+    wrapped(tokens, targets)[1].backward()
+    wrapped.finish_gradient_synchronization()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def observe_what_is_left(trial: Trial) -> SimpleNamespace:
+    seed, data = trial.seed(), [batches[0] for batches in draw(trial, 1)]
+    results = trial.run(what_is_left, seed, per_rank=data)
+    own = []
+    for batch in data:
+        model = build(Odd, seed, torch.float64)
+        model(*batch)[1].backward()
+        own.append({name: p.grad for name, p in model.named_parameters()})
+    return SimpleNamespace(results=results, own=own)
+
+
+@check("ShardedGradients", world_sizes=(2, 3), subgroup=False)
+def no_gradient_waits_for_others(trial: Trial) -> None:
+    """After finish no `.grad` is a rank's own: also where another of its bucket never got a gradient."""
+    seen = trial.once(observe_what_is_left)
+    for r, result in enumerate(seen.results):
+        for name, gradient in result.items():
+            own = [gradients[name] for gradients in seen.own]
+            right = own[0] is not None and is_close(gradient, torch.stack(own).mean(0))
+            mine = own[r] is not None and is_close(gradient, own[r])
+            trial.require(
+                right,
+                f"after finish_gradient_synchronization() {name} still has a .grad that is not the mean",
+                help="finish_… sends what is held back, too: parameters without a gradient will not come.",
+                rank=r,
+                cause="it is this rank's own gradient, which nothing has reduced" if mine else "",
+            )
+
+
 def measure(rank: Any, seed: int, x: Tensor) -> dict:
     """One step: what is alive and what travels when."""
     with rank.record(memory=True) as recording:
@@ -176,6 +215,14 @@ def a_share_of_the_gradients_is_left(trial: Trial) -> None:
         )
 
 
+def in_one_piece(recording: Any) -> str:
+    """Whether most gradients leave together when the last is there, in words; else ""."""
+    sizes = [event.num_bytes for event in recording.select(after="backward")]
+    return (
+        "one bucket has nearly all gradients, and waits for the last" if max([*sizes, 0]) > SIZE / 2 else ""
+    )
+
+
 @check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def gradients_leave_during_backward(trial: Trial) -> None:
     """Gradients are reduced and freed while backward goes on: all of them are never there at once."""
@@ -186,8 +233,9 @@ def gradients_leave_during_backward(trial: Trial) -> None:
         trial.require(
             bool(sent) and sent[0] < recording.last_compute("backward"),
             "no gradient was sent before backward's last matrix product",
-            help="Reduce from a hook on each parameter.",
+            help="Reduce from a hook on each parameter; a bucket that holds the whole model leaves last.",
             rank=r,
+            cause=in_one_piece(recording),
         )
         # At the end of backward there are a share of all, and a few whole ones on their way.
         held = recording.alive("finish") - recording.alive("forward")

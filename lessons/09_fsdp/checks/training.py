@@ -287,11 +287,11 @@ def require_weights(
             alternatives["it has no gradient, and decayed: AdamW was given one of zeros"] = decayed
         for told, by_rule in expected.others().items():
             alternatives[told] = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
-        if not same_everywhere(actual):
-            told = "the ranks do not have the same weights: the updated shares did not reach every rank"
-            alternatives[told] = actual
         told = explain()
         if told:
+            alternatives[told] = actual
+        elif not same_everywhere(actual):
+            told = "the ranks do not have the same weights: the updated shares did not reach every rank"
             alternatives[told] = actual
         trial.close(
             f"{name} after {len(PASSES)} steps of {TOLD.get(kind, kind)}",
