@@ -135,7 +135,8 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
         told = f", with every={every},"
         for name in ("loss", "logits"):
             help = "Each block runs once in the forward, in its order."
-            trial.close(f"the {name}{told}", mine[name], seen.plain[name], help=help)
+            others = {told: mine[name] for told in [other_blocks(mine["forward"])] if told}
+            trial.close(f"the {name}{told}", mine[name], seen.plain[name], alternatives=others, help=help)
         expected = seen.plain["gradients"]
         close_by_name(
             trial,
@@ -155,6 +156,18 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
             seen.plain["without gradients"],
             help=help,
         )
+
+
+def other_blocks(ran: list[int]) -> str:
+    """What a forward has run in place of the blocks one after the other, in words; "" if it has run these."""
+    if ran == list(range(NUM_BLOCKS)):
+        return ""
+    told = f"the forward runs the blocks {', '.join(map(str, ran))}" if ran else "the forward runs no block"
+    if len(set(ran)) < len(ran) and set(ran) <= set(range(NUM_BLOCKS)) and NUM_BLOCKS - 1 in ran:
+        told += (
+            ": a function that is made in a loop looks its variables up when it is called, and finds the last"
+        )
+    return told
 
 
 @check("checkpoint_blocks")

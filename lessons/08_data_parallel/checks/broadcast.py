@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from grader.checks import Fault, Trial, check, exercise
 
@@ -61,13 +62,20 @@ def observe_turned(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(starts=starts, results=trial.run(spread, per_rank=[(s, True) for s in numbers]))
 
 
+def place_of(name: str, model: nn.Module) -> str:
+    """Where else a tensor is than where one may have looked for it."""
+    if name not in model.state_dict():
+        return ": it is not persistent, so state_dict() leaves it out; model.buffers() finds it"
+    return ": it belongs to a module inside, and model.buffers() finds it too" if "inside" in name else ""
+
+
 def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
     """Named parameters ("weights") or buffers are those that rank 0 started with."""
     seen = trial.once(observe_broadcast)
     own = [weights(m) if kind == "weights" else dict(m.named_buffers()) for m in seen.starts]
     for name in names:
         starts = [tensors[name] for tensors in own]
-        of = ": it belongs to a module inside, and model.buffers() finds it too" if "inside" in name else ""
+        of = place_of(name, seen.starts[0])
         alternatives = {
             f"each rank still has what it started with{of}": starts,
             f"it is what the rank started with{of}": Fault(starts, on_some_ranks=True),

@@ -139,6 +139,8 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         * n,
         "the sum, not the mean: nothing is divided by the number of targets": [float(n)] * n,
         "this rank's own sum": [1.0] * n,
+        "n times the last rank's count stands for the sum of all: is a list of one tensor, n times, gathered "
+        "into?": [1 / counts[-1] if counts[-1] else float("nan")] * n,
         "a rank that counts nothing is counted as one": [n / (total + n - having)] * n,
     }
     return known if n > 1 else {}
