@@ -172,6 +172,8 @@ def test_what_is_near_by_chance_is_no_matter_of_precision() -> None:
 
 def test_a_gradient_that_is_not_there() -> None:
     assert "no backward has reached it" in compare("the gradient of x", [None], [WHOLE]).cause
+    some = compare("the gradient of x", [None, WHOLE, None], [WHOLE] * 3)
+    assert "it is there on rank 1 alone" in some.cause
     assert compare("the output", [None], [WHOLE]).cause == ""
 
 

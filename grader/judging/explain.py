@@ -90,7 +90,7 @@ def compare(
         fault = _unfit(a, e)
         if fault:
             on = f" on rank {rank}" if num_ranks > 1 else ""
-            cause = _no_gradient(what) if a is None else _shape_cause(a, e)
+            cause = _no_gradient(what, actual) if a is None else _shape_cause(a, e)
             return Difference(f"{what} {fault}{on}", cause, rank)
         if not is_close(a, e, rtol, plain[rank] if plain else None):
             wrong.append(rank)
@@ -128,9 +128,12 @@ def _unfit(actual: object, expected: Tensor) -> str:
     return ""
 
 
-def _no_gradient(what: str) -> str:
+def _no_gradient(what: str, actual: Sequence[object]) -> str:
     if "gradient" not in what:
         return ""
+    having = [rank for rank, a in enumerate(actual) if a is not None]
+    if having:
+        return f"it is there on {of_ranks(having)} alone: on the others nothing connects it with the loss"
     return "no backward has reached it: nothing connects it with the loss, or its gradient was not asked for"
 
 

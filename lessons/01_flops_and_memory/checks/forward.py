@@ -37,6 +37,9 @@ def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
             "compute, or one of the two products, q times k and probabilities times v"
         ): attention - core // 2,
         "adding the biases is not counted: products are": right[key] + bias_additions(key, c, tokens),
+        "the core is that of one head: there are n_head of them, each h/a wide": attention
+        - core
+        + core // c.n_head,
         "a head is h/a wide: here each has the full width": attention + (c.n_head - 1) * core,
         "the embedding look-up copies rows, it multiplies nothing": total
         + 2 * tokens * c.vocab_size * c.n_embd,

@@ -39,6 +39,11 @@ def parameter_slips(part: str, c: GPTConfig) -> dict[str, float]:
             "c_proj is missing: h by h, after the heads are joined": 3 * linear,
             "c_attn makes queries, keys and values: 3h outputs": 2 * linear,
         },
+        "mlp": {
+            "c_fc has 4h biases, as many as outputs: here it has h": (
+                parameters(c)["mlp"] - 3 * c.n_layer * h * c.bias
+            ),
+        },
         "norm": {
             "the norm after the last block is missing": 2 * c.n_layer * norm,
             "there are two norms in a block": (c.n_layer + 1) * norm,

@@ -1,13 +1,15 @@
 """What the collectives of this lesson are asked: tensors of many sizes, dtypes and layouts in memory."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grader.checks import Fault, Trial, is_close
@@ -116,6 +118,24 @@ def lay_out(values: Tensor, layout: str, rank: int) -> tuple[Tensor, Tensor | No
     return values.clone(), None
 
 
+@contextmanager
+def told_of_sources(rank: Any, source: int | None, before: list[int | None]) -> Iterator[None]:
+    """A rank that sends to itself inside, and did not while the source was 0, is told what that means.
+
+    In the whole world alone: in another group, a rank of the world may be taken for one in the group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        in_the_world = rank.num_ranks == dist.get_world_size()
+        if source and 0 in before and in_the_world and "Pair is not connected" in str(error):
+            error.add_note(
+                f"it is right for source 0 alone: with source {source} a rank sends to itself, or waits for "
+                "itself. Are peers counted from the source? Such a place is no rank: add the source, mod n"
+            )
+        raise
+
+
 def call(
     rank: Any,
     name: str,
@@ -138,7 +158,8 @@ def call(
             recording.mark(f"{i}")
             if late and rank.rank == (source or 0):
                 time.sleep(LATE)
-            returned = function(*arguments, rank.group)
+            with told_of_sources(rank, source, sources[:i]):
+                returned = function(*arguments, rank.group)
             recording.mark("after")
             is_tensor = isinstance(returned, Tensor)
             answers.append(

@@ -3,6 +3,7 @@
 import copy
 import math
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +60,7 @@ def wrong_rows(trial: Trial, seen: SimpleNamespace) -> None:
     right = [row_order(own, heads_of(whole, rank, n)) is not None for rank, own in enumerate(held)]
     rank = next((r for r in range(n) if not right[r]), None)
     if rank is None:
-        rank = next(
-            r for r, order in enumerate(head_orders(seen.weights, each_rank(seen, "weights"))) if not order
-        )
-        message = "c_attn.weight holds the right rows, and c_attn.bias does not: it was cut in another order"
-        trial.wrong(message, help="Reorder the bias as you reorder the rows, then cut both.", rank=rank)
+        wrong_bias(trial, seen)
     size, heads = seen.config["n_embd"] // seen.config["n_head"], seen.config["n_head"]
     own = range(heads // n * rank, heads // n * (rank + 1))
     trial.wrong(
@@ -73,6 +70,24 @@ def wrong_rows(trial: Trial, seen: SimpleNamespace) -> None:
         help="Cut q, k and v each by heads, and join this rank's three parts.",
         rank=rank,
     )
+
+
+def wrong_bias(trial: Trial, seen: SimpleNamespace) -> NoReturn:
+    """End the check: the rows of c_attn.weight are right, and its bias is not; say what it is."""
+    orders = head_orders(seen.weights, each_rank(seen, "weights"))
+    rank = orders.index(None)
+    whole, held = seen.weights["c_attn.bias"], each_rank(seen, "weights", "c_attn.bias")
+    wrong = [bias for bias, order in zip(held, orders, strict=True) if order is None]
+    cause = help = ""
+    if not any(bias.any() for bias in wrong):
+        cause = "it is as a layer has it that was just built: the dense layer's was not taken over"
+        help = "Copy the dense layer's bias, cut as the rows of the weight are."
+    elif all(torch.isin(bias, whole).all() for bias in wrong):
+        cause = "it was cut in another order"
+        help = "Reorder the bias as you reorder the rows, then cut both."
+    what = "is zero" if not held[rank].any() else "does not"
+    message = f"c_attn.weight holds the right rows, and c_attn.bias {what}"
+    trial.wrong(message, cause=cause, help=help, rank=rank)
 
 
 def other_cuts(whole: Tensor, size: int, n: int) -> dict[str, list[Tensor]]:

@@ -209,6 +209,10 @@ def output_is_joined_in_rank_order(trial: Trial) -> None:
     seen = PAIRS.plain(trial, "gather_from_group")
     alternatives = {"joined in the reverse order of ranks": torch.cat(seen.xs[::-1], -1)}
     alternatives["interleaved: one column of each rank in turn"] = torch.stack(seen.xs, -1).flatten(-2)
+    told = (
+        "the ranks' x lie one after the other in memory, and were only viewed as (..., n·k): join them by cat"
+    )
+    alternatives[told] = torch.stack(seen.xs).view(seen.outputs[0].shape)
     trial.close("the output", each_rank(seen, "output"), seen.outputs, alternatives=alternatives)
 
 

@@ -1,12 +1,13 @@
 """The whole model."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import BACKWARD, Trial, check, each_rank, exercise, parts, told
+from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, parts, told
 from lessons_shared.cut_gpt import (
     cut_dim,
     dense_model,
@@ -103,17 +104,41 @@ def every_matrix_is_cut(trial: Trial) -> None:
         matrices_are_cut(trial, seen, attentions(seen.config))
 
 
+def partial_from_the_head(seen: SimpleNamespace, parameter: str, n: int) -> dict[str, Fault]:
+    """For the norm before the head: what each rank's own rows of the head give to its gradient."""
+    if not parameter.startswith("transformer.ln_f.") or n == 1:
+        return {}
+    dense = dense_model(seen.config, seen.weights)
+    normed: list[Tensor] = []
+    dense.transformer.ln_f.register_forward_hook(lambda _, inputs, output: normed.append(output))
+    logits, loss = dense(seen.idx, seen.targets)
+    (upstream,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    table, weight = dense.lm_head.weight.detach(), dense.get_parameter(parameter)
+    own = [
+        torch.autograd.grad(normed[0], weight, upstream[..., rows] @ table[rows], retain_graph=True)[0]
+        for rows in torch.arange(len(table)).split(-(-len(table) // n))
+    ]
+    if len(own) < n:
+        return {}
+    cause = (
+        "partial: this rank's rows of the head alone, for what leaves the head backwards is summed by nobody"
+    )
+    return {cause: Fault(own, "copy_to_group before the head: its backward sums the ranks' parts.")}
+
+
 @check("tensor_parallelize")
 def replicated_gradients_are_complete(trial: Trial) -> None:
     """Norms, positions and the biases after a sum have the dense model's gradient, the same on every rank."""
     for seen in trial.once(observe_model):
-        for parameter, whole in seen.gradients.items():
+        # From the loss down: what is wrong first is nearest to the cause.
+        for parameter, whole in reversed(seen.gradients.items()):
             if is_special(parameter) or cut_dim(parameter) is not None:
                 continue
             trial.close(
                 f"the gradient of {parameter} ({seen.name})",
                 [g.get(parameter) for g in each_rank(seen, "gradients")],
                 whole,
+                alternatives=partial(partial_from_the_head, seen, parameter, trial.num_ranks),
                 help="A gradient that differs by rank is partial: somewhere above, a replicated tensor "
                 "enters sharded computation without copy_to_group. Attention, MLP, or the head?",
             )

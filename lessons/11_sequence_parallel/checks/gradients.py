@@ -36,6 +36,9 @@ def block_gradients_are_right(
             alternatives[cause] = [g] * n if dim is None else parts(g, dim, n)
         if dim is not None:
             alternatives["summed over the ranks, but this parameter is cut"] = [sum(expected)] * n
+        if dim is None and passes == 2:
+            again = (n + 1) * whole
+            alternatives["the second backward summed .grad, in which the first one's sum is already"] = again
         if own is not None:
             alternatives |= {
                 "only what this rank's own tokens gave: nothing was summed": [passes * g for g in own],

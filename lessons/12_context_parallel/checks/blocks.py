@@ -281,6 +281,9 @@ def observe_merges(trial: Trial) -> SimpleNamespace:
     )
 
 
+NOTHING_TWICE = "NaN where both lse are -inf: -inf - (-inf) is NaN, and so is 0 / 0"
+
+
 def require_merge(trial: Trial, name: str, help: str) -> None:
     seen = trial.once(observe_merges)
     out_a, lse_a, out_b, lse_b, _ = (x.double() for x in seen.cases[name])
@@ -291,6 +294,7 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
         help="Return out and lse.",
     )
     a, b = (x.masked_fill(x == -math.inf, 0.0).unsqueeze(-1) for x in (lse_a, lse_b))
+    empty = (lse_a == -math.inf) & (lse_b == -math.inf)
     others = {
         "the outputs are added without rescaling": out_a + out_b,
         "the outputs are averaged without rescaling": (out_a + out_b) / 2,
@@ -299,9 +303,13 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
         "weighted by exp(lse), and not divided by the sum": out_a * a.exp() + out_b * b.exp(),
         "it is the first block's alone": out_a,
         "it is the second block's alone": out_b,
+        NOTHING_TWICE: out.masked_fill(empty.unsqueeze(-1), math.nan),
     }
     trial.close(f"out of both blocks ({name})", result["out"], out, others, help, rtol=1e-4)
+    largest = torch.maximum(lse_a, lse_b).masked_fill(empty, 0.0)
     lses = {
+        "the larger lse was taken off before exp, and is not added again": lse - largest,
+        NOTHING_TWICE: lse.masked_fill(empty, math.nan),
         "the two lse are added": lse_a + lse_b,
         "it is the larger of the two lse": torch.maximum(lse_a, lse_b),
         "it is the first block's": lse_a,

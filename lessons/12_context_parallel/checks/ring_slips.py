@@ -84,4 +84,46 @@ def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
             alone[..., w] = scores[..., w].softmax(-1).nan_to_num(0.0)
         cause = f"the weights are each {told}'s own softmax: they need the final lse, of all blocks"
         wrong[cause] = gradients_from(seen, alone, delta)
+    wrong[
+        "backward takes the block that forward's last hop brought, the next rank's, for this rank's own: "
+        "keep the k and v that were given"
+    ] = from_the_next_block(seen, delta)
     return wrong
+
+
+def from_the_next_block(seen: SimpleNamespace, delta: Tensor) -> list[Tensor]:
+    """Gradients of the whole q, k and v, if in backward every block of k and v is the next rank's."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    mask, after = causal(seen.length), torch.empty(seen.length, dtype=torch.int64)
+    for where, following in zip(seen.where, [*seen.where[1:], seen.where[0]], strict=True):
+        after[where] = following
+    lse = attention(q, k, v, mask)[1]
+    taken = SimpleNamespace(inputs=[q, k[:, :, after], v[:, :, after]], d_out=seen.d_out)
+    scores = (q @ taken.inputs[1].transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf)
+    return gradients_from(taken, (scores - lse.unsqueeze(-1)).exp(), delta)
+
+
+def wrong_journeys(seen: SimpleNamespace, i: int) -> dict[str, list[Tensor]]:
+    """Cause → each rank's gradient of k (i is 1) or v (2), if a term does not come home."""
+    n = len(seen.where)
+    whole = sum(share[i] for share in seen.shares)
+    found = {
+        "only what this rank's own queries add": [
+            seen.shares[r][i][:, :, w] for r, w in enumerate(seen.where)
+        ],
+        "all but what this rank's own queries add": [
+            (whole - seen.shares[r][i])[:, :, w] for r, w in enumerate(seen.where)
+        ],
+    }
+    for step, told in ((-1, "rank before"), (1, "rank after")):
+        found[f"what the {told} adds is missing: the last hop?"] = [
+            (whole - seen.shares[(r + step) % n][i])[:, :, w] for r, w in enumerate(seen.where)
+        ]
+        found[f"it is the gradient of the {told}'s block: it never came home"] = [
+            whole[:, :, seen.where[(r + step) % n]] for r in range(n)
+        ]
+    found["nothing was added"] = by_parts(seen, torch.zeros_like(whole))
+    found["what a rank computes stays there: each sums its terms of all blocks as its own"] = [
+        sum(share[i][:, :, w] for w in seen.where) for share in seen.shares
+    ]
+    return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grader.checks import Trial, is_close
 
-from .ring_slips import by_parts, wrong_formulas, wrong_outputs
+from .ring_slips import by_parts, wrong_formulas, wrong_journeys, wrong_outputs
 from .shared import (
     BACKWARD,
     Watch,
@@ -143,34 +143,18 @@ def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
             help="Return what your autograd.Function's apply returns.",
             rank=r,
         )
-    formulas = wrong_formulas(seen)
+    formulas = cache(partial(wrong_formulas, seen))
+
+    def others(i: int) -> dict[str, list[Tensor]]:
+        slips = {cause: by_parts(seen, value[i]) for cause, value in formulas().items()}
+        return slips | wrong_journeys(seen, i) if n > 1 and i else slips
+
     for i, label in enumerate("qkv"):
-        whole = sum(share[i] for share in seen.shares)
-        others = {cause: by_parts(seen, value[i]) for cause, value in formulas.items()}
-        if n > 1 and label != "q":
-            own = by_parts(seen, torch.zeros_like(whole))
-            others["only what this rank's own queries add"] = [
-                seen.shares[r][i][:, :, w] for r, w in enumerate(seen.where)
-            ]
-            others["all but what this rank's own queries add"] = [
-                (whole - seen.shares[r][i])[:, :, w] for r, w in enumerate(seen.where)
-            ]
-            for step, told in ((-1, "rank before"), (1, "rank after")):
-                others[f"what the {told} adds is missing: the last hop?"] = [
-                    (whole - seen.shares[(r + step) % n][i])[:, :, w] for r, w in enumerate(seen.where)
-                ]
-                others[f"it is the gradient of the {told}'s block: it never came home"] = [
-                    whole[:, :, seen.where[(r + step) % n]] for r in range(n)
-                ]
-            others["nothing was added"] = own
-            others["what a rank computes stays there: each sums its terms of all blocks as its own"] = [
-                sum(share[i][:, :, w] for w in seen.where) for share in seen.shares
-            ]
         trial.close(
             f"the gradient of {label}",
             [r["gradients"][i] for r in seen.results],
-            by_parts(seen, whole),
-            others,
+            by_parts(seen, sum(share[i] for share in seen.shares)),
+            partial(others, i),
             help="A block's gradient gathers a part on every rank that uses the block, and must arrive, "
             "complete, on the rank that owns the block.",
         )
