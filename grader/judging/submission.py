@@ -4,6 +4,7 @@ import ast
 import contextlib
 import hashlib
 import sysconfig
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,9 @@ from grader.ranks.launcher import Code
 from nanogpt.implementation import Cell, read_cells
 
 READING_SECONDS = 30
+_PARSER = threading.Lock()
+"""Several threads that parse at a time can end in a SystemError of Python 3.11's parser."""
+
 COURSE_PACKAGES = ("nanogpt", "solutions", "grader", "torch", "lessons")
 
 
@@ -91,7 +95,7 @@ def read_submission(path: Path, *, module: str = "", trusted: bool = False) -> S
 
 
 def _from_bytes(path: Path, data: bytes, module: str, trusted: bool) -> Submission:
-    with warnings.catch_warnings(), at_most(READING_SECONDS, path):
+    with _PARSER, warnings.catch_warnings(), at_most(READING_SECONDS, path):
         warnings.simplefilter("ignore")  # an odd escape in a string, or a cell without an id, is no fault
         try:
             text = data.decode("utf-8-sig")
