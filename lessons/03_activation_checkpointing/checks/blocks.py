@@ -135,7 +135,8 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
         told = f", with every={every},"
         for name in ("loss", "logits"):
             help = "Each block runs once in the forward, in its order."
-            others = {told: mine[name] for told in [other_blocks(mine["forward"])] if told}
+            cause = other_blocks(mine["forward"], every)
+            others = {cause: mine[name]} if cause else {}
             trial.close(f"the {name}{told}", mine[name], seen.plain[name], alternatives=others, help=help)
         expected = seen.plain["gradients"]
         close_by_name(
@@ -158,14 +159,15 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
         )
 
 
-def other_blocks(ran: list[int]) -> str:
+def other_blocks(ran: list[int], every: int) -> str:
     """What a forward has run in place of the blocks one after the other, in words; "" if it has run these."""
     if ran == list(range(NUM_BLOCKS)):
         return ""
     told = f"the forward runs the blocks {', '.join(map(str, ran))}" if ran else "the forward runs no block"
-    if len(set(ran)) < len(ran) and set(ran) <= set(range(NUM_BLOCKS)) and NUM_BLOCKS - 1 in ran:
+    starts = range(0, NUM_BLOCKS, every)
+    if ran == list(range(starts[-1], NUM_BLOCKS)) * len(starts):
         told += (
-            ": a function that is made in a loop looks its variables up when it is called, and finds the last"
+            ", each group the last one's: a function made in a loop looks its variables up when it is called"
         )
     return told
 

@@ -103,6 +103,8 @@ def trains_as_one_process_does(trial: Trial) -> None:
 
 
 def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+    from torch.distributed.fsdp import FSDPModule  # a second's work, which the judge does not need
+
     with rank.record(memory=True) as recording:
         model = build(deep_gpt, seed).to(rank.device)
         sharded = rank.submission.fully_shard_gpt(model, mesh_of(rank))
@@ -115,8 +117,6 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         loss.backward()
         recording.mark("after")
     shards = {name: local(p).numel() for name, p in sharded.named_parameters()}
-    from torch.distributed.fsdp import FSDPModule  # a second's work, which the judge does not need
-
     units = [number for number, block in enumerate(sharded.transformer.h) if isinstance(block, FSDPModule)]
     return {"recording": recording, "shards": shards, "units": units}
 
