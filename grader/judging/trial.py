@@ -192,6 +192,11 @@ class Trial:
         self.where = str(layout) if distributed else ""
         self.output = ""
 
+    @property
+    def in_full(self) -> bool:
+        """Whether these are two ranks that are the world, which show what need not be shown at each size."""
+        return self.num_ranks == self.layout.world_size == 2
+
     @cached_property
     def apart(self) -> "Trial":
         """The same trial anew, in which every run has ranks of its own."""

@@ -3,10 +3,14 @@
 import importlib
 import io
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import cloudpickle
+
+_known: WeakKeyDictionary[Callable[..., Any], bytes] = WeakKeyDictionary()
 
 
 def by_value(value: Any) -> bytes:
@@ -14,6 +18,18 @@ def by_value(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
+
+
+def function_by_value(function: Callable[..., Any]) -> bytes:
+    """The same of a function, which is taken to stay as it is: a second time costs nothing.
+
+    To find what a function is made of, all modules are looked through, which takes milliseconds.
+    """
+    if getattr(function, "__closure__", ()) is not None:
+        return by_value(function)  # what it closes over may change
+    if function not in _known:
+        _known[function] = by_value(function)
+    return _known[function]
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -31,6 +31,7 @@ from nanogpt.turns import take_whole_turns
 WARM_UP = (
     "matplotlib.pyplot",
     "numpy.ctypeslib",
+    "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.profiler._cupti_monitor",
     "torch.utils.flop_counter",

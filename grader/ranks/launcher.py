@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grader.ranks import plain
-from grader.ranks.by_value import by_value
+from grader.ranks.by_value import function_by_value
 from grader.ranks.faults import WHAT_TO_DO, CannotGradeError
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
@@ -309,7 +309,7 @@ class Session:
             "max_threads": limits.max_threads,
         }
         order = {
-            "probe": by_value(probe) if probe else b"",
+            "probe": function_by_value(probe) if probe else b"",
             "pickled": code.pickled,
             "module": code.module,
             "cells": [list(cell) for cell in code.cells],

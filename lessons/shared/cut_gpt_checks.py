@@ -133,9 +133,9 @@ def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, p
         f"the gradient of the token table{after(passes)} ({seen.name})",
         [None if a is None else a[:size] for a, (_, size) in zip(actual, ranges, strict=True)],
         own_words(seen, ranges, passes * shared_table(seen.gradients), 0),
-        alternatives={
+        alternatives=lambda: {
             cause: own_words(seen, ranges, passes * shared_table(doubled), 0)
-            for cause, doubled in getattr(seen, "summed_twice", {}).items()
+            for cause, doubled in getattr(seen, "summed_twice", dict)().items()
         },
         help="The table is used twice, as embedding and as head, each time for all tokens; its gradient is "
         "the sum of both.",

@@ -1,6 +1,7 @@
 """One block, from this rank's tokens to this rank's tokens."""
 
 import copy
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -115,18 +116,16 @@ def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
         return {"input": leaf.grad}
 
     causes = [cause for cause, norms in SUMMED_TWICE.items() if norms == BLOCKS]
-    summed_twice = gradients_summed_twice(dense, causes, n, run_backward)
-    with torch.no_grad():
-        biases_added_often = with_biases_added_often(dense, n)(x.double())
-    own_tokens = own_token_gradients(dense, n)
     leaf = x.double().requires_grad_()
     y = dense(leaf)
     y.backward(upstream.double())
     return SimpleNamespace(
         name="with bias" if bias else "without bias",
-        config=config, weights=weights_of(block), x=x, upstream=upstream, own_tokens=own_tokens,
-        summed_twice=summed_twice, biases_added_often=biases_added_often, output=y.detach(),
+        config=config, weights=weights_of(block), x=x, upstream=upstream, output=y.detach(),
         x_gradient=leaf.grad, gradients={k: p.grad for k, p in dense.named_parameters()},
+        biases_added_often=lambda: with_biases_added_often(dense, n)(x.double()).detach(),
+        summed_twice=cache(lambda: gradients_summed_twice(dense, causes, n, run_backward)),
+        own_tokens=cache(lambda: own_token_gradients(dense, n, run_backward)),
     )  # fmt: skip
 
 
@@ -150,15 +149,17 @@ def one_dropping(rank, config: dict, weights: dict, seed: int, x: Tensor, upstre
 
 
 def observe_block(trial: Trial) -> SimpleNamespace:
-    """`plain` and `dropping`: lists of cases with the ranks' results."""
+    """`plain` and `dropping`: lists of cases with the ranks' results; the first layout has all of them."""
     n = trial.num_ranks
-    plain = [block_case(trial, True), block_case(trial, False)]
+    plain = [block_case(trial, bias) for bias in ((True, False) if trial.in_full else (True,))]
     config = small_config(trial, dropout=RATE, bias=True, n_embd=36)
     block = drawn_alike(Block(GPTConfig(**config)), trial)
     weights = weights_of(block)
     x, upstream = (trial.normal(2, 12, config["n_embd"]) for _ in range(2))
     base = trial.integer(1, 10**6)
-    kinds = {"the ranks share a seed": [base] * n, "each rank has a seed": [base + 10 * r for r in range(n)]}
+    kinds = {"the ranks share a seed": [base] * n}
+    if trial.in_full:
+        kinds["each rank has a seed"] = [base + 10 * r for r in range(n)]
     dropping = [
         SimpleNamespace(name=name, block=block, weights=weights, x=x, upstream=upstream) for name in kinds
     ]
@@ -185,7 +186,9 @@ def block_output_is_the_dense_one(trial: Trial) -> None:
             f"the output ({seen.name})",
             each_rank(seen, "output"),
             parts(seen.output, 1, trial.num_ranks),
-            alternatives={BIAS_ADDED_OFTEN: parts(seen.biases_added_often, 1, trial.num_ranks)},
+            alternatives=lambda seen=seen: {
+                BIAS_ADDED_OFTEN: parts(seen.biases_added_often(), 1, trial.num_ranks)
+            },
             help="Gather before the cut products, reduce-scatter after them. And which s does attention see?",
         )
         for rank, changed in enumerate(each_rank(seen, "changed")):
@@ -200,9 +203,9 @@ def block_input_gradient_is_the_dense_one(trial: Trial) -> None:
             f"the gradient of the input ({seen.name})",
             each_rank(seen, "gradient"),
             parts(seen.x_gradient, 1, trial.num_ranks),
-            alternatives={
+            alternatives=lambda seen=seen: {
                 cause: parts(doubled["input"], 1, trial.num_ranks)
-                for cause, doubled in seen.summed_twice.items()
+                for cause, doubled in seen.summed_twice().items()
             },
             help="A gather's backward must sum: every rank's features pull at every token.",
         )
@@ -296,7 +299,6 @@ def gradients_know_what_was_dropped(trial: Trial) -> None:
             expected = copy.deepcopy(dense).eval()(seen.x.double())
         asleep = parts(expected, 1, trial.num_ranks)
         trial.close(f"the output in eval mode ({seen.name})", each_rank(seen, "asleep"), asleep)
-        seen.own_tokens = {}
         if drop_as_seen(dense, [dense], seen, RATE, False):
             dense(seen.x.double()).backward(seen.upstream.double())
             seen.gradients = {name: p.grad for name, p in dense.named_parameters()}

@@ -1,5 +1,6 @@
 """Gradients of what every rank has whole, and of what is cut."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -19,7 +20,8 @@ def block_gradients_are_right(
 ) -> None:
     """Gradients of a block under `which` in the results: all, or those of replicated parameters, or the rest.
 
-    `seen` has `weights` and `gradients` of the dense model, and `own_tokens`: what each rank's tokens gave.
+    `seen` has `weights` and `gradients` of the dense model, and may have the functions `own_tokens` and
+    `summed_twice` (see slips.py).
     """
     n = trial.num_ranks
     for name, whole in seen.gradients.items():
@@ -29,28 +31,11 @@ def block_gradients_are_right(
         if only_replicated is not None and only_replicated != (dim is None):
             continue
         expected = [passes * g for g in ([whole] * n if dim is None else parts(whole, dim, n))]
-        own = seen.own_tokens.get(name)
-        alternatives: dict = {} if passes == 1 else {"that of one pass": [g / passes for g in expected]}
-        for cause, doubled in getattr(seen, "summed_twice", {}).items():
-            g = passes * doubled[name]
-            alternatives[cause] = [g] * n if dim is None else parts(g, dim, n)
-        if dim is not None:
-            alternatives["summed over the ranks, but this parameter is cut"] = [sum(expected)] * n
-        if dim is None and passes == 2:
-            again = (n + 1) * whole
-            alternatives["the second backward summed .grad, in which the first one's sum is already"] = again
-        if own is not None:
-            alternatives |= {
-                "only what this rank's own tokens gave: nothing was summed": [passes * g for g in own],
-                "the mean over the ranks, where the sum belongs: each rank saw other tokens": [
-                    g / n for g in expected
-                ],
-            }
         trial.close(
             f"the gradient of {name}{after(passes)} ({seen.name})",
             [g.get(name) for g in each_rank(seen, which)],
             expected,
-            alternatives=alternatives,
+            alternatives=partial(slips_of, seen, name, expected, passes),
             help=(
                 "Every rank has the whole parameter and uses it for its own tokens: its gradient is the "
                 "sum over "
@@ -61,6 +46,31 @@ def block_gradients_are_right(
                 "for every token?"
             ),
         )
+
+
+def slips_of(
+    seen: SimpleNamespace, name: str, expected: list[Tensor], passes: int
+) -> dict[str, Tensor | list[Tensor]]:
+    """What known slips would make of a gradient of a block that is expected by rank."""
+    n, dim, whole = len(expected), cut_dim(name), seen.gradients[name]
+    found: dict = {} if passes == 1 else {"that of one pass": [g / passes for g in expected]}
+    for cause, doubled in getattr(seen, "summed_twice", dict)().items():
+        g = passes * doubled[name]
+        found[cause] = [g] * n if dim is None else parts(g, dim, n)
+    if dim is not None:
+        found["summed over the ranks, but this parameter is cut"] = [sum(expected)] * n
+    if dim is None and passes == 2:
+        again = (n + 1) * whole
+        found["the second backward summed .grad, in which the first one's sum is already"] = again
+    own = getattr(seen, "own_tokens", dict)().get(name)
+    if own is not None:
+        found |= {
+            "only what this rank's own tokens gave: nothing was summed": [passes * g for g in own],
+            "the mean over the ranks, where the sum belongs: each rank saw other tokens": [
+                g / n for g in expected
+            ],
+        }
+    return found
 
 
 def attention_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, prefix: str) -> None:
@@ -80,16 +90,18 @@ def attention_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: st
         f"the gradient of {prefix}c_attn ({seen.name})",
         [fused_of(g, prefix) for g in each_rank(seen, which)],
         expected,
-        alternatives={
-            cause: own_rows(fused_of(doubled, prefix), orders)
-            for cause, doubled in getattr(seen, "summed_twice", {}).items()
-        }
-        | {
-            "summed over the ranks, but this parameter is cut": [total] * n,
-            "its bias was summed over the ranks, but it is cut": [
-                torch.cat([g[:, :-1], total[:, -1:]], dim=1) for g in expected
-            ],
-        },
+        alternatives=lambda: (
+            {
+                cause: own_rows(fused_of(doubled, prefix), orders)
+                for cause, doubled in getattr(seen, "summed_twice", dict)().items()
+            }
+            | {
+                "summed over the ranks, but this parameter is cut": [total] * n,
+                "its bias was summed over the ranks, but it is cut": [
+                    torch.cat([g[:, :-1], total[:, -1:]], dim=1) for g in expected
+                ],
+            }
+        ),
         help="Its input are all tokens, gathered; its gradient comes from all of them.",
     )
 

@@ -54,7 +54,7 @@ def other_losses(seen: SimpleNamespace, num_ranks: int) -> dict[str, Tensor]:
     """What known slips would lead to."""
     found = losses_of_slips(dense_model(seen.config, seen.weights), seen.idx, seen.targets, num_ranks)
     found.pop(BIASES, None)  # there is another word for it here
-    return {BIAS_ADDED_OFTEN: seen.biases_added_often, **found}
+    return {BIAS_ADDED_OFTEN: seen.biases_added_often(), **found}
 
 
 @check("sequence_parallelize")

@@ -44,7 +44,6 @@ def gradients_are_right_with_dropout(trial: Trial) -> None:
             "their own.",
         )
         seen.gradients = {name: p.grad for name, p in dense.named_parameters()}
-        seen.own_tokens = {}
         block_gradients_are_right(trial, seen, "gradients", 1)
         for prefix in attentions(seen.config):
             attention_gradients_are_right(trial, seen, "gradients", prefix)

@@ -1,4 +1,7 @@
-"""What known slips lead to: the dense model with the slip in it, and what each rank's tokens gave."""
+"""What known slips lead to: the dense model with the slip in it, and what each rank's tokens gave.
+
+A case has these as functions, which a comparison calls that has failed: mostly none is needed.
+"""
 
 import copy
 from collections.abc import Callable
@@ -35,13 +38,20 @@ def gradients_summed_twice(
 
     found = {}
     for cause in causes:
-        model = copy.deepcopy(dense)
+        model = fresh_copy(dense)
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in SUMMED_TWICE[cause]:
                 module.register_forward_hook(scaled)
         others = run_backward(model)
         found[cause] = {name: p.grad for name, p in model.named_parameters()} | others
     return found
+
+
+def fresh_copy(dense: nn.Module) -> nn.Module:
+    """A copy that has no gradients."""
+    model = copy.deepcopy(dense)
+    model.zero_grad()
+    return model
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -62,11 +72,14 @@ def with_biases_added_often(dense: nn.Module, num_ranks: int) -> nn.Module:
 BIAS_ADDED_OFTEN = "the bias n times: every rank added it before the reduce-scatter"
 
 
-def own_token_gradients(dense: nn.Module, num_ranks: int) -> dict[str, list[Tensor]]:
-    """Watch a dense model: once it has run backward, the dictionary holds what each rank's tokens gave.
+def own_token_gradients(
+    dense: nn.Module, num_ranks: int, run_backward: Callable[[nn.Module], dict]
+) -> dict[str, list[Tensor]]:
+    """What each rank's tokens gave: by parameter's name, one tensor a rank.
 
-    For norms, and for the biases of the layers before a sum: by parameter's name, one tensor a rank.
+    Of norms, and of the biases of the layers before a sum.
     """
+    model = fresh_copy(dense)
     found: dict[str, list[Tensor]] = {}
 
     def norm_hook(name: str):
@@ -92,9 +105,10 @@ def own_token_gradients(dense: nn.Module, num_ranks: int) -> dict[str, list[Tens
 
         return hook
 
-    for name, module in dense.named_modules():
+    for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("ln_1", "ln_2", "ln_f"):
             module.register_forward_hook(norm_hook(name))
         elif name.endswith("c_proj"):
             module.register_forward_hook(bias_hook(name))
+    run_backward(model)
     return found
