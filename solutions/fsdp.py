@@ -119,7 +119,9 @@ def all_gather_shares(tensors: list[Tensor], group: ProcessGroup) -> None:
     dist.all_gather(list(rows), row, group=group)
     shares = rows.split([share_size(tensor, n) for tensor in tensors], dim=1)
     for tensor, of_all_ranks in zip(tensors, shares, strict=True):
-        tensor.copy_(of_all_ranks.flatten()[: tensor.numel()].view_as(tensor))
+        places = tensor.view(-1).split(share_size(tensor, n))  # fewer than n where shares are empty
+        for place, share in zip(places, of_all_ranks, strict=False):
+            place.copy_(share[: place.numel()])
 
 
 def copy_settings(source: Optimizer, target: Optimizer) -> None:

@@ -47,6 +47,12 @@ def test_permuted_ranks() -> None:
     assert "every rank has what rank 2 should have" in cause([E4[2]] * 4, E4)
 
 
+def test_joined_along_the_wrong_dimension() -> None:
+    told = "dimension 1 is 2 times too large, and dimension 2 as many times too small"
+    assert told in cause([torch.ones(3, 8, 5)], [torch.ones(3, 4, 10)])
+    assert "only the shape" in cause([torch.ones(3, 40)], [torch.ones(3, 4, 10)])
+
+
 def test_transposed() -> None:
     square = torch.randn(5, 5)
     assert "transposed" in cause([square.T], [square])

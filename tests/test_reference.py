@@ -41,7 +41,9 @@ def test_other_structures_pass(path: Path) -> None:
     """Not isolated and not trusted: graded as a learner's file is, but for four ranks, which take longest."""
     ((submission, lesson),) = find_work(str(path), ())
     names = tuple(name for name in lesson.exercises if name in submission.definitions)
-    reports = grade_submission(submission, lesson, shared_launcher(), Settings(ranks=(1, 2, 3)), names)
+    launcher, settings = shared_launcher(), Settings(ranks=(1, 2, 3), keep_ranks=True)
+    reports = grade_submission(submission, lesson, launcher, settings, names)
+    launcher.dismiss()
     assert reports
     assert {report.verdict for report in reports} == {Verdict.PASSED}, failures(reports)
 

@@ -18,7 +18,10 @@ def leaves_in(value: Any, kind: type[T]) -> list[T]:
     """What is of a kind in nested dicts, lists and tuples, in its order."""
     if isinstance(value, kind):
         return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    if isinstance(value, list | tuple):
+        inner: Iterable[Any] = value
+    else:
+        inner = value.values() if isinstance(value, Mapping) else ()
     return [leaf for each in inner for leaf in leaves_in(each, kind)]
 
 

@@ -7,6 +7,7 @@ right. A next step is said only where it belongs to the cause.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -144,14 +145,22 @@ def _shape_cause(actual: object, expected: Tensor) -> str:
         return "it is transposed"
     if sorted(actual.shape) == sorted(expected.shape):
         return "the dimensions are in another order"
-    if actual.numel() == expected.numel():
-        return "the number of elements is right: only the shape is not"
+    ratios = {}
     if actual.dim() == expected.dim():
-        ratios = [a / e for a, e in zip(actual.shape, expected.shape, strict=True) if a != e and e]
-        if len(ratios) == 1 and ratios[0] > 1 and ratios[0].is_integer():
-            return f"one dimension is {int(ratios[0])} times too large: the whole, not a part?"
-        if len(ratios) == 1 and ratios[0] and (1 / ratios[0]).is_integer():
-            return f"one dimension is {round(1 / ratios[0])} times too small: a part, not the whole?"
+        sizes = enumerate(zip(actual.shape, expected.shape, strict=True))
+        ratios = {d: Fraction(a, e) for d, (a, e) in sizes if a != e and e}
+    small, large = (pick(ratios, key=ratios.get, default=0) for pick in (min, max))
+    if actual.numel() == expected.numel():
+        if len(ratios) == 2 and ratios[large].denominator == 1:
+            return (
+                f"dimension {large} is {ratios[large]} times too large, and dimension {small} as many times "
+                f"too small: are parts joined, or cut, along {large} where {small} belongs?"
+            )
+        return "the number of elements is right: only the shape is not"
+    if len(ratios) == 1 and ratios[large] > 1 and ratios[large].denominator == 1:
+        return f"one dimension is {ratios[large]} times too large: the whole, not a part?"
+    if len(ratios) == 1 and ratios[small] and ratios[small].numerator == 1:
+        return f"one dimension is {ratios[small].denominator} times too small: a part, not the whole?"
     return ""
 
 

@@ -194,6 +194,7 @@ def _run_check(check: Check, trials: Sequence[Trial], ask_more: bool) -> CheckRe
                 trial.layout.world_size > trial.num_ranks
                 and report.verdict == Verdict.PASSED
                 and end.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG)
+                and _try_once(check, trial.as_the_world) is None
             )
             return replace(
                 report,

@@ -171,7 +171,17 @@ class Trial:
         distributed: bool,
         keep_ranks: bool = True,
     ) -> None:
-        self._again = partial(Trial, layout, code, launcher, seed, locate, limits, device, distributed)
+        self._with = partial(
+            Trial,
+            code=code,
+            launcher=launcher,
+            seed=seed,
+            locate=locate,
+            limits=limits,
+            device=device,
+            distributed=distributed,
+            keep_ranks=False,
+        )
         self.num_ranks = layout.num_ranks
         self.layout = layout
         self._seed = seed
@@ -200,7 +210,12 @@ class Trial:
     @cached_property
     def apart(self) -> "Trial":
         """The same trial anew, in which every run has ranks of its own."""
-        return self._again(keep_ranks=False)
+        return self._with(self.layout)
+
+    @property
+    def as_the_world(self) -> "Trial":
+        """The same draws for as many ranks that are the whole world, in which every run has its own."""
+        return self._with(Layout(self.num_ranks, self.num_ranks))
 
     def release_ranks(self) -> None:
         """Leave the ranks that it has kept to the next exercise of this submission."""

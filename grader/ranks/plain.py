@@ -15,6 +15,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 MAX_DEPTH = 50
+IS_KEY = object()
+"""Stands in a place for "a key of"."""
 MAX_DIGITS = 300
 """Of a whole number: what is larger has no place among floats, and no quantity of this course comes near."""
 
@@ -49,18 +51,21 @@ def decode(data: bytes) -> Any:
         raise ValueError(f"not a complete record: {error}") from error
 
 
-def _strip(value: Any, tensors: dict[str, Tensor], where: str, depth: int) -> Any:
+def _strip(value: Any, tensors: dict[str, Tensor], where: Any, depth: int) -> Any:
+    """`where` is "result", or a pair of what a value lies in and its key or number there."""
+    if value is None or type(value) in (str, bool) or (type(value) is int and abs(value) < 2**63):
+        return value
     if depth > MAX_DEPTH:
-        raise NotPlainError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+        raise NotPlainError(f"{_name(where)} is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, Tensor):
         return {"tensor": _store(value, tensors, where)}
     if hasattr(value, "to_plain"):
         return _strip(value.to_plain(), tensors, where, depth)
-    if value is None or isinstance(value, bool | str):
+    if isinstance(value, str):
         return value
     if isinstance(value, int):
         if abs(value) >= 10**MAX_DIGITS:
-            raise NotPlainError(f"{where} is a whole number of more than {MAX_DIGITS} digits")
+            raise NotPlainError(f"{_name(where)} is a whole number of more than {MAX_DIGITS} digits")
         return int(value) if abs(value) < 2**63 else {"int": str(int(value))}
     if isinstance(value, float):
         return float(value)
@@ -72,36 +77,45 @@ def _strip(value: Any, tensors: dict[str, Tensor], where: str, depth: int) -> An
             "length": len(value),
         }
     if isinstance(value, list | tuple):
-        items = [_strip(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        items = [_strip(item, tensors, (where, i), depth + 1) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
         return {
             "dict": [
-                [
-                    _strip(k, tensors, f"a key of {where}", depth + 1),
-                    _strip(v, tensors, f"{where}[{k!r}]", depth + 1),
-                ]
+                [_strip(k, tensors, (where, IS_KEY), depth + 1), _strip(v, tensors, (where, k), depth + 1)]
                 for k, v in value.items()
             ]
         }
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return _strip(value.item(), tensors, where, depth + 1)
     raise NotPlainError(
-        f"{where} is a {type(value).__name__}: "
+        f"{_name(where)} is a {type(value).__name__}: "
         "return tensors, numbers, strings, or lists, tuples and dicts of these"
     )
 
 
-def _store(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
+def _name(where: Any) -> str:
+    """A place as one would write it; put together only for who is told of it."""
+    if isinstance(where, str):
+        return where
+    around, key = where
+    return f"a key of {_name(around)}" if key is IS_KEY else f"{_name(around)}[{key!r}]"
+
+
+def _store(tensor: Tensor, tensors: dict[str, Tensor], where: Any) -> str:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise NotPlainError(f"{where} is a {tensor.layout} tensor on {tensor.device}: return a dense one")
+            raise NotPlainError(
+                f"{_name(where)} is a {tensor.layout} tensor on {tensor.device}: return a dense one"
+            )
         try:
             plain = torch.Tensor.as_subclass(tensor.detach(), Tensor).cpu().contiguous().clone()
         except RuntimeError as error:
             if type(tensor) is Tensor:
                 raise  # there is no memory for it
-            raise NotPlainError(f"{where} is a {type(tensor).__name__}: return a plain tensor") from error
+            raise NotPlainError(
+                f"{_name(where)} is a {type(tensor).__name__}: return a plain tensor"
+            ) from error
     name = str(len(tensors))
     tensors[name] = plain
     return name

@@ -1,6 +1,6 @@
 """What was recorded on one rank, as plain data: communication, FLOPs and bytes, in order."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 COLLECTIVES = (
@@ -131,7 +131,9 @@ class Recording:
     """Elements of the largest tensor that an operation returned."""
 
     def to_plain(self) -> dict[str, Any]:
-        return {MARK: asdict(self)}
+        events = [vars(event) for event in self.events]
+        totals = {name: vars(totals) for name, totals in self.totals.items()}
+        return {MARK: {**vars(self), "events": events, "totals": totals}}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Recording":

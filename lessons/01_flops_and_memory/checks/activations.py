@@ -32,6 +32,11 @@ def activation_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
     stream, scores, logits = 4 * tokens * c.n_embd, 4 * b * c.n_head * s * s, 4 * tokens * c.vocab_size
     masks = (2 * layers + 1) * stream + layers * scores
     right = saved_bytes(c, b, s)["total"]
+    stream_a_layer = (
+        "a block has two masks of (b, s, h): after the attention and after the MLP"
+        if c.dropout
+        else "the core's output is missing: c_proj keeps its input, as every linear layer does"
+    )
     off = {
         "the positions are missing: s int64 numbers": -8 * s,
         "positions are kept once for the whole batch": 8 * (b - 1) * s,
@@ -41,6 +46,9 @@ def activation_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
         "the loss keeps one number more: how many targets it counted": -4,
         "the log-sum-exp is missing: one number for each query of each head": -4 * layers * tokens * c.n_head,
         "each norm keeps a mean and a deviation for every token": -8 * tokens * (2 * layers + 1),
+        "each norm keeps two numbers for every token, a mean and a deviation: one is missing": (
+            -4 * tokens * (2 * layers + 1)
+        ),
         "the last norm is missing": -stream - 8 * tokens,
         "the log-probabilities are missing: the loss keeps (b·s, v) numbers": -logits,
         "the loss keeps log-probabilities, and the logits are not kept beside them": logits,
@@ -58,7 +66,7 @@ def activation_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
         "the masks of (b, s, h) are missing: one after the embeddings, two in each block": (
             -(2 * layers + 1) * stream
         ),
-        "a block has two masks of (b, s, h): after the attention and after the MLP": -layers * stream,
+        stream_a_layer: -layers * stream,
         "the core's dropout keeps its mask, and its product with the probabilities": -2 * layers * scores,
         "with dropout the core keeps three (b, a, s, s) tensors: one is missing": -layers * scores,
         "weights are kept by the model, not for backward: parameters are left out": 4 * linear_weights(c),

@@ -30,7 +30,12 @@ def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
         return head_slips(c, b, s)
     right, core, tokens = flops(c, b, s), core_flops(c, b, s), b * s
     attention, total = right["attention"], right["total"]
-    return {
+    square = 2 * c.n_layer * tokens * c.n_embd**2
+    missing = {
+        "c_proj is missing, attention's second linear layer: (b·s, h) times (h, h)": attention - square,
+        "c_attn has 3h columns, for q, k and v: this is one of them": attention - 2 * square,
+    }
+    return (missing if key == "attention" else {}) | {
         "the core is missing: q times k, and probabilities times v, s by s for each head": attention - core,
         (
             "half of the s by s core is missing: the causal half, which the mask hides and the products "

@@ -39,7 +39,10 @@ def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[st
         "peak_flops_per_second is an argument: this is a fraction of an A100's 312e12": right * peak / 312e12,
         "only the forward is counted: backward takes twice as much again": rate / peak * forward,
         "what is computed a second time to save memory does not count": rate / peak * full,
-        "6·N alone leaves out attention's core: 12·L·h·s a token": rate / peak * 6 * matrices,
+        "6·N alone, or a sequence of one token, leaves out attention's core: 12·L·h·s a token": rate
+        / peak
+        * 6
+        * matrices,
         "6·P leaves out the core, and counts positions, which multiply nothing": rate / peak * 6 * every,
         "sequence_length is the length here, not config.block_size": utilization(c, rate, peak, c.block_size),
         "these are the FLOPs of a sequence for every token: divide by sequence_length": s * right,

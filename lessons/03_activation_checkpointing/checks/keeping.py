@@ -16,11 +16,13 @@ NUM_CALLS = 3
 SLACK = NUM_CALLS * STATE_BYTES
 
 
-def keep(rank: Any, how: str, seed: int, inside: int, out: int, xs: list[Tensor]) -> dict:
+def keep(
+    rank: Any, how: str, differentiable: bool, seed: int, inside: int, out: int, xs: list[Tensor]
+) -> dict:
     """Checkpoints of inputs that the probe holds. Of the outputs nobody needs more than the sum."""
     layers = build(lambda: Layers(xs[0].size(-1), 0.3, inside, out), seed, rank.device)
     checkpoint = checkpoint_of(rank, how)
-    xs = [x.requires_grad_() for x in xs]
+    xs = [x.requires_grad_(differentiable) for x in xs]
     if (first := checkpoint(layers, xs[0][:1]).sum()).requires_grad:
         first.backward()  # what is made once, and gradients of weights, are there from now on
     with rank.record(memory=True) as recording:
@@ -42,9 +44,13 @@ def observe_kept(trial: Trial) -> SimpleNamespace:
     inside, out = 8 * width, 2 * width - trial.integer(8, 12)
     arguments = trial.seed(), inside, out, [trial.normal(rows, width) for _ in range(NUM_CALLS)]
     seeds = [trial.seed()]
-    mine, plain = (trial.run(keep, how, *arguments, seeds=seeds)[0] for how in ("mine", "plain"))
+    mine, plain, fixed, plain_fixed = (
+        trial.run(keep, how, differentiable, *arguments, seeds=seeds)[0]
+        for differentiable in (True, False)
+        for how in ("mine", "plain")
+    )
     sizes = {name: NUM_CALLS * 4 * rows * n for name, n in (("in", width), ("inside", inside), ("out", out))}
-    return SimpleNamespace(mine=mine, plain=plain, sizes=sizes)
+    return SimpleNamespace(mine=mine, plain=plain, fixed=fixed, plain_fixed=plain_fixed, sizes=sizes)
 
 
 @check("checkpoint")
@@ -59,6 +65,16 @@ def nothing_but_the_inputs_is_kept(trial: Trial) -> None:
         help="Every storage counts that still exists, whoever holds it: the graph, a list, an attribute. "
         "Hold the inputs themselves and nothing else.",
         cause=why_kept(alive, without, seen.sizes),
+    )
+    alive, without = (run["recording"].alive("after the forward") for run in (seen.fixed, seen.plain_fixed))
+    trial.require(
+        alive <= SLACK,
+        f"after {NUM_CALLS} checkpoints of inputs that need no gradient {alive:,} bytes are alive besides "
+        f"these; without checkpointing it would be {without:,}",
+        help="The function's own weights need gradients: what they need is computed again as well.",
+        cause="a call is checkpointed only where one of its inputs needs a gradient"
+        if alive >= without - SLACK
+        else "",
     )
     hidden, usual = (run["outside torch"] for run in (seen.mine, seen.plain))
     trial.require(

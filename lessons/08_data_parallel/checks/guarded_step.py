@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,18 +53,22 @@ def guarded(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
 
 
 def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -> SimpleNamespace:
-    """`broken` lists, for each step, the ranks whose targets hold a number that is not finite."""
+    """`broken` lists, for each step, the ranks whose targets hold a number that is not finite.
+
+    They are NaN and inf in turn; `kinds` tells which a step has.
+    """
     seed, n = trial.seed(), trial.num_ranks
-    steps = []
+    steps, kinds = [], cycle(("NaN", "inf"))
+    told: list[set[str]] = []
     for ranks in broken:
         batches = [(trial.normal(4, 5), scale * trial.normal(4, 3)) for _ in range(n)]
+        told.append(set())
         for r in ranks:
-            batches[r % n][1][trial.integer(0, 3), trial.integer(0, 2)] = trial.choice(
-                [float("nan"), float("inf")]
-            )
+            told[-1].add(kind := next(kinds))
+            batches[r % n][1][trial.integer(0, 3), trial.integer(0, 2)] = float(kind)
         steps.append(batches)
     results = trial.run(guarded, seed, per_rank=[([batches[r] for batches in steps],) for r in range(n)])
-    return SimpleNamespace(results=results, seed=seed, steps=steps, broken=broken)
+    return SimpleNamespace(results=results, seed=seed, steps=steps, broken=broken, kinds=told)
 
 
 def reference_weights(
@@ -97,6 +102,14 @@ def reference_weights(
             optimizer.step()
         after.append(weights(model))
     return after
+
+
+def taken_for_finite(kinds: list[set[str]], taken: list[bool | None]) -> str:
+    """Whether inf alone was not noticed, in words; else "". After a step on NaN every loss is NaN."""
+    found = {(kind, step) for one, step in zip(kinds, taken, strict=True) if len(one) == 1 for kind in one}
+    if found != {("NaN", False), ("inf", True)}:
+        return ""
+    return "a loss of inf was taken for finite: isnan() is False of inf, isfinite() is False of both"
 
 
 def how_decided(recording: Recording) -> str:
@@ -149,7 +162,8 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
             "none",
             help="All ranks decide by the same number: let them agree on it before anyone returns.",
             rank=r,
-            cause=how_decided(result["recording"]) if any(result["taken"]) else "",
+            cause=taken_for_finite(seen.kinds, result["taken"])
+            or (how_decided(result["recording"]) if any(result["taken"]) else ""),
         )
     for i in range(len(want)):
         for name in expected[i]:
@@ -165,7 +179,7 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
 
 
 def observe_broken(trial: Trial) -> SimpleNamespace:
-    return observe_guarded(trial, [[trial.num_ranks - 1]])
+    return observe_guarded(trial, [[trial.num_ranks - 1], [trial.num_ranks - 1]])
 
 
 def observe_good(trial: Trial) -> SimpleNamespace:
@@ -186,7 +200,7 @@ def a_good_batch_is_a_step_on_the_mean(trial: Trial) -> None:
 
 @check("guarded_step")
 def all_ranks_leave_a_broken_batch_out(trial: Trial) -> None:
-    """When the loss of the last rank is not finite, every rank returns False, and no weight changes."""
+    """When the loss of the last rank is NaN or inf, every rank returns False, and no weight changes."""
     require_guarded(trial, trial.once(observe_broken))
 
 

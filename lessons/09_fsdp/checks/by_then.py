@@ -51,6 +51,31 @@ def a_forward_takes_the_shards_as_they_are(trial: Trial) -> None:
     )
 
 
+def gather_twice(rank: Any, seed: int) -> dict:
+    """The whole weights, once more after the shards were changed."""
+    sharded = wrapped(rank, odd_gpt, seed)
+    full(sharded)
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.mul_(FACTOR)
+    return full(sharded)
+
+
+@check("FullySharded", world_sizes=(2,), subgroup=False)
+def whole_weights_are_those_of_the_shards_by_then(trial: Trial) -> None:
+    """full_state_dict() gathers anew each time: it leaves nothing gathered behind."""
+    numbers = seeds(trial)
+    ends = run(trial, gather_twice, per_rank=[(number,) for number in numbers])
+    for name, start in build(odd_gpt, numbers[0], torch.float64).state_dict().items():
+        trial.close(
+            f"{name} in a second full_state_dict(), all shards having been multiplied by {FACTOR},",
+            [end.get(name) for end in ends],
+            FACTOR * start,
+            alternatives={"it is what the first one gave: the weights were left gathered": start},
+            help="Give the whole weights back once they are copied: no more than two blocks may be whole.",
+        )
+
+
 def mixed_gpt() -> Any:
     """A GPT whose norms have another dtype than its matrices."""
     model = odd_gpt().to(torch.bfloat16)

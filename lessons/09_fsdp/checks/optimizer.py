@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
 from grader.checks import Trial, check, exercise, storage_bytes, tensors_in
 
@@ -157,6 +157,35 @@ def closure_is_called_first(trial: Trial) -> None:
     require_kind(
         trial, "closure", "The closure makes the gradients: call it before anything else looks at .grad."
     )
+
+
+def reach_less(rank: Any, start: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Two parameters after a step whose backward reaches both, and one that reaches the first alone."""
+    parameters = [nn.Parameter(each.clone()) for each in start]
+    optimizer = rank.submission.ShardedOptimizer(parameters, SGD, rank.group, lr=1.0)
+    for reached in (parameters, parameters[:1]):
+        optimizer.zero_grad()
+        torch.stack([(parameter * x).sum() for parameter in reached]).sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
+def what_is_reached_no_more_stays(trial: Trial) -> None:
+    """A parameter that backward reached in the step before, and not in this one, stays as it is."""
+    start, x = [trial.normal(7) for _ in range(2)], [trial.normal(7) for _ in range(trial.num_ranks)]
+    mean = torch.stack(x).mean(0)
+    ends = zip(*trial.run(reach_less, start, per_rank=[(each,) for each in x]), strict=True)
+    for number, (before, found) in enumerate(zip(start, ends, strict=True)):
+        trial.close(
+            f"a parameter that backward reached in {('both steps', 'the first of two steps')[number]}",
+            list(found),
+            before - (2 - number) * mean,
+            alternatives={"it moved with the gradient of the step before": before - 2 * mean}
+            if number
+            else {},
+            help="What step() gave the inner optimizer as gradients is over with the step: forget it.",
+        )
 
 
 def measure(rank: Any, seed: int, steps: list[Tensor]) -> dict:

@@ -16,7 +16,21 @@ from .shared import alive_before_backward, kept_bytes
 def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
     """What enters and leaves a block, and what its norms read, are s/n tokens."""
     for seen in trial.once(observe_model).dropping:
-        stream_is_cut(trial, seen, seen.idx.numel() * seen.config["n_embd"] // trial.num_ranks)
+        share = seen.idx.numel() * seen.config["n_embd"] // trial.num_ranks
+        stream_is_cut(trial, seen, share)
+        for rank, result in enumerate(seen.results):
+            for num_elements in result.get("last norm", ()):
+                trial.require(
+                    num_elements == share,
+                    f"what ln_f reads has {num_elements:,} elements: {share:,}, 1/{trial.num_ranks} of the "
+                    "tokens, are this rank's part",
+                    help="Norm first, then gather for the head: a norm looks at one token at a time.",
+                    rank=rank,
+                    cause="the tokens were gathered before the last norm, which every rank then computes, "
+                    "and keeps, for all of them"
+                    if num_elements == trial.num_ranks * share
+                    else "",
+                )
 
 
 @check("sequence_parallelize")

@@ -74,16 +74,19 @@ def one_dropping(
     if not in_full:
         return {"first": runs[0], "second": runs[1]}
     held = describe(model)
+    normed: list[int] = []
+    model.transformer.ln_f.register_forward_pre_hook(lambda _, given: normed.append(local(given[0]).numel()))
     with rank.record(memory=True) as recording:
         logits, loss = model(idx, targets)
         mark_backward(recording)
     del logits, loss
+    last_norm = normed[:1]
     model.eval()
     with torch.no_grad():
         asleep = local(model(idx, targets)[1])
     return {
         "first": runs[0], "second": runs[1], "losses": losses, "asleep": asleep, "recording": recording,
-        "gradients": gradients_of(model), "weights": held["weights"],
+        "gradients": gradients_of(model), "weights": held["weights"], "last norm": last_norm,
     }  # fmt: skip
 
 

@@ -196,7 +196,13 @@ def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
             f"out has no gradient, or out and lse have the wrong shapes ({name})",
             help="Use operations that autograd knows, outside no_grad().",
         )
-        expected = differentiate(seen.cases[name], result["through_lse"])
+        trial.require(
+            result["through_lse"],
+            f"lse has no gradient ({name}): it does not require one",
+            help="out and lse are both functions of the scores: detach nothing but the largest score.",
+            cause="lse was detached, or computed outside autograd; merging two blocks needs its gradient",
+        )
+        expected = differentiate(seen.cases[name], True)
         without = differentiate(seen.cases[name], False)
         gradients = [
             torch.zeros_like(x) if g is None else g
@@ -208,7 +214,7 @@ def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
                 f"the gradient of {label} ({name})",
                 found,
                 right,
-                {"what comes back through lse is missing": less} if result["through_lse"] else {},
+                {"what comes back through lse is missing": less},
                 help="Where a query sees nothing no NaN may come back, and 0 · NaN is NaN. Make the numbers "
                 "finite before the exp and the log (masked_fill), not after them."
                 if poisoned
