@@ -52,6 +52,8 @@ class Slip:
     by_value: bool = False
     early: bool = False
     """The scheduler comes before the optimizer."""
+    last_loss: bool = False
+    """A step's loss is the last micro-batch's part of it."""
 
 
 def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float, even: bool = False) -> Any:
@@ -106,7 +108,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             for inputs, goals in group:
                 loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
                 loss.backward()
-                total += loss.item()
+                total = loss.item() + (0.0 if slip.last_loss else total)
                 if slip.clip_each:
                     nn.utils.clip_grad_norm_(model.parameters(), NORM)
             if slip.by_value:
@@ -142,4 +144,5 @@ SLIPS = {
     "each element was clipped to 1 by itself, where the norm of all together belongs": Slip(by_value=True),
     "the scheduler moved on before the optimizer had made its step": Slip(early=True),
     "no zero_grad: the gradients of the steps before are still there": Slip(zero=False),
+    "the last micro-batch's part of the loss alone: the parts are not added up": Slip(last_loss=True),
 }

@@ -66,6 +66,9 @@ def alternatives_to_the_mean(own: list[Tensor], mean: Tensor, sizes: list[int]) 
         "the sum over ranks: divide by the number of ranks": total,
         NOTHING_AVERAGED: own,
         "the mean, divided by the number of ranks once more": mean / n,
+        "the mean was added to this rank's own gradient: empty .grad when its gradient is sent": [
+            g + mean for g in own
+        ],
         "the gradient of rank 0": own[0],
         "a mean in which a rank counts by its share: it should be plain, share_loss weighs the loss": weighed,
     }

@@ -1,6 +1,7 @@
 """Checks of `DataParallel` over passes that differ: unused layers, `no_sync()`, several backwards."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import Trial, check
+from grader.checks import CheckEnded, Trial, Verdict, check
 
 from .means import (
     BOTH,
@@ -30,6 +31,17 @@ from .models import (
 
 class UnreadableError(Exception):
     """A batch that can not be read."""
+
+
+@contextmanager
+def told_if_ranks_part(cause: str) -> Iterator[None]:
+    """Inside, ranks that call different collectives, or wait for one that others never call, have a cause."""
+    try:
+        yield
+    except CheckEnded as end:
+        if end.verdict == Verdict.HUNG or "the ranks parted" in end.message:
+            end.cause = end.cause or cause
+        raise
 
 
 NOT_REDUCED = "each rank's own sum: it was not reduced"
@@ -62,9 +74,12 @@ def observe_passes(
     trial: Trial, quiet: list[bool], *orders: list[tuple[str, ...]], broken: bool = False
 ) -> SimpleNamespace:
     seed, drawn = trial.seed(), draw_passes(trial, *orders)
-    results = trial.run(
-        passes, seed, quiet, broken, per_rank=[([p[r] for p in drawn],) for r in range(trial.num_ranks)]
-    )
+    given = [([p[r] for p in drawn],) for r in range(trial.num_ranks)]
+    with told_if_ranks_part(
+        "the ranks use other layers, or use them in another order, and so other buckets left, or in another "
+        "order: every rank sends all buckets, and each one waits until those before it have left"
+    ):
+        results = trial.run(passes, seed, quiet, broken, per_rank=given)
     expected, own = expected_gradients(seed, drawn)
     return SimpleNamespace(
         results=results, expected=expected, own=own, seed=seed, drawn=drawn, sizes=sizes_of(drawn)
@@ -144,7 +159,11 @@ def observe_skipping(trial: Trial) -> SimpleNamespace:
     """Rank 0 uses no parameter."""
     seed, n = trial.seed(), trial.num_ranks
     x = [trial.normal(4, 7) for _ in range(n)]
-    results = trial.run(skip_all, seed, per_rank=[(r > 0, x[r]) for r in range(n)])
+    with told_if_ranks_part(
+        "rank 0's backward reached no parameter, and no hook was called there: a pass is pending since its "
+        "forward, on all ranks alike, and finish_gradient_synchronization() sends what no hook has sent"
+    ):
+        results = trial.run(skip_all, seed, per_rank=[(r > 0, x[r]) for r in range(n)])
     own = []
     for r in range(n):
         model = build(Skipping, seed).double()

@@ -268,10 +268,31 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str)
         firsts = [result["first"] for result in seen.results]
         if make is not odd_gpt:
             return ""
+        if still_whole(expected.start, firsts):
+            return STILL_WHOLE
         told = trained_on(expected.start, firsts, gradients_by_rank(odd_gpt, seen.seed, seen.by_rank))
         return told or ungathered(trial, seen)
 
     require_weights(trial, ends, expected, kind, help, explain)
+
+
+STILL_WHOLE = (
+    "the blocks' weights are those from before the step: they were still whole from backward, and so nothing "
+    "gathered them again"
+)
+
+
+def still_whole(start: dict[str, Tensor], firsts: list[dict[str, Tensor]]) -> bool:
+    """Whether a step has moved weights outside the blocks, and none inside, on every rank."""
+    inside, outside = (
+        [name for name in start if (".h." in name) == in_a_block and all(name in each for each in firsts)]
+        for in_a_block in (True, False)
+    )
+    stay, move = (
+        [all(torch.equal(each[name], start[name]) for each in firsts) for name in names]
+        for names in (inside, outside)
+    )
+    return all(stay) and not all(move)
 
 
 def ungathered(trial: Trial, seen: Any) -> str:

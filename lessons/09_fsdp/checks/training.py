@@ -125,6 +125,8 @@ class Rule:
     """Whether zero_grad() does anything."""
     steps_each: int = 1
     """How often the optimizer steps where one step belongs."""
+    common_settings: bool = False
+    """Whether groups lose the settings of their own, and have the optimizer's."""
     keeps_rate: bool = False
     """Whether the learning rate stays what it was at first, whatever a scheduler does."""
 
@@ -159,6 +161,8 @@ def whole_batch(
             return None, times * rule.combine(losses)
 
     def make_one(params: Any, optimizer_class: Any, **settings: Any) -> Optimizer:
+        if rule.common_settings:
+            params = [{"params": group["params"]} for group in params]
         optimizer = optimizer_class(params, **settings)
         if not rule.forgets:
             optimizer.zero_grad = lambda: None
@@ -224,6 +228,10 @@ def expected_weights(trial: Trial, make_model: Any, seed: int, by_rank: list[Bat
     rules: dict[str, list[Rule]] = {}
     if kind in ("SGD", "groups"):
         rules = (rules_of_ranks(n) if n > 1 else {}) | rules_of_passes(n)
+    if kind == "groups":
+        rules["the settings of the groups are lost: every group has the optimizer's"] = [
+            Rule(common_settings=True)
+        ]
     if kind in ("scheduled", "resumed"):
         rules = {"the learning rate stayed what it was at first": [Rule(keeps_rate=True)]}
 

@@ -93,9 +93,12 @@ def observe_multi_query(trial: Trial) -> SimpleNamespace:
     results = trial.run(multi_query_probe, per_rank=runs)
     expected = dense_branch(dense, x, upstream)
     gradients = {name: [cut(name, g, rank) for rank in range(n)] for name, g in expected.gradients.items()}
+    dense.query.register_forward_pre_hook(lambda _, given: given[0].detach())
+    shared = dense_branch(dense, x, upstream).x
     return SimpleNamespace(
-        results=results, output=expected.output, x_gradient=expected.x, gradients=gradients, x=x, width=width
-    )
+        results=results, output=expected.output, x_gradient=expected.x, gradients=gradients, x=x, width=width,
+        x_gradient_through_shared=shared,
+    )  # fmt: skip
 
 
 @check("MultiQueryAttention")
@@ -113,6 +116,11 @@ def gradient_of_x_is_complete(trial: Trial) -> None:
         "the gradient of x",
         each_rank(seen, "gradient"),
         seen.x_gradient,
+        alternatives={
+            "what comes through keys and values counts n times: summed before key_value, and after it": (
+                seen.x_gradient + (trial.num_ranks - 1) * seen.x_gradient_through_shared
+            ),
+        },
         help="One part came through the queries, one through the keys and values. Which of them is partial?",
     )
 

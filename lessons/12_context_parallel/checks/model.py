@@ -152,7 +152,12 @@ def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
         trial,
         "first",
         seen.expected[0][1],
-        {},
+        {
+            "of the tied weight alone it was summed twice: it has two names, and got the hook under both": {
+                name: g * (trial.num_ranks if name == "transformer.wte.weight" else 1)
+                for name, g in seen.expected[0][1].items()
+            }
+        },
         "The loss is a mean over all ranks' tokens, so the gradient is the sum of what each rank's tokens "
         "make. An all-reduce knows no backward: let it flow through your own part of the loss alone.",
     )
