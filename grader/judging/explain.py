@@ -15,7 +15,7 @@ from torch import Tensor
 from grader.judging.between import between_ranks, tell_agreement, tell_ranks
 from grader.judging.closeness import is_close, tolerance
 from grader.judging.patterns import Pair, not_finite, recognise
-from grader.judging.wording import of_ranks, short, tell_where
+from grader.judging.wording import apart, of_ranks, tell_where
 
 ByRank = Tensor | Sequence[Tensor]
 
@@ -281,7 +281,8 @@ def _numbers(a: Tensor, e: Tensor) -> str:
     flat = int(error.flatten().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)) if a.dim() else ()
     place = f" at {list(index)}" if index else ""
-    return f"expected {short(e.flatten()[flat].item())}{place}, got {short(a.flatten()[flat].item())}"
+    expected, got = apart(e.flatten()[flat].item(), a.flatten()[flat].item())
+    return f"expected {expected}{place}, got {got}"
 
 
 def _share(a: Tensor, e: Tensor) -> str:

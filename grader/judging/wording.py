@@ -45,6 +45,15 @@ def short(value: float) -> str:
     return f"{value:.5g}"
 
 
+def apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers in five digits, or in as many as tell one from the other."""
+    for digits in range(5, 17):
+        told = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if told[0] != told[1]:
+            break
+    return told
+
+
 def tell_where(wrong: Tensor) -> str:
     """Which part of a tensor a mask covers, when it is rows, columns or a block; "" where it is scattered."""
     told, inside = [], ones_like(wrong)

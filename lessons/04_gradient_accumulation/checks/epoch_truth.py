@@ -54,6 +54,10 @@ class Slip:
     """The scheduler comes before the optimizer."""
     last_loss: bool = False
     """A step's loss is the last micro-batch's part of it."""
+    mean_of_means: bool = False
+    """A step's loss, and not its gradient, is the mean of the micro-batches' means."""
+    clip_sum: bool = False
+    """The gradient of the summed loss is clipped, and then divided."""
 
 
 def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float, even: bool = False) -> Any:
@@ -93,6 +97,15 @@ def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> floa
     }[slip.weigh]
 
 
+def clip_sum(model: nn.Module, num_counted: int) -> None:
+    """Clip the gradient that a sum over so many targets has, and make it that of a mean."""
+    for parameter in model.parameters():
+        parameter.grad *= num_counted
+    nn.utils.clip_grad_norm_(model.parameters(), NORM)
+    for parameter in model.parameters():
+        parameter.grad /= num_counted
+
+
 def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNamespace:
     """Gradients, losses and rates of the steps, in float64; what a slip would make of them."""
     slip = slip or Slip()
@@ -111,6 +124,10 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                 total = loss.item() + (0.0 if slip.last_loss else total)
                 if slip.clip_each:
                     nn.utils.clip_grad_norm_(model.parameters(), NORM)
+            if slip.clip_sum:
+                clip_sum(model, sum(counted(goals) for _, goals in group))
+            if slip.mean_of_means:
+                total = sum(model(*batch)[1].item() for batch in group) / len(group)
             if slip.by_value:
                 nn.utils.clip_grad_value_(model.parameters(), NORM)
             elif slip.clip:
@@ -144,5 +161,11 @@ SLIPS = {
     "each element was clipped to 1 by itself, where the norm of all together belongs": Slip(by_value=True),
     "the scheduler moved on before the optimizer had made its step": Slip(early=True),
     "no zero_grad: the gradients of the steps before are still there": Slip(zero=False),
+    "clipped before it is divided: the norm of a sum of losses is larger than that of their mean": Slip(
+        clip_sum=True, clip=False
+    ),
+    "the mean of the micro-batches' means is returned: weigh each by its counted targets": Slip(
+        mean_of_means=True
+    ),
     "the last micro-batch's part of the loss alone: the parts are not added up": Slip(last_loss=True),
 }

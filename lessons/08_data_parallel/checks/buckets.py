@@ -124,7 +124,9 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
                 f"with bucket_bytes={layers * GRADIENT_BYTES} there were {len(sizes)} all-reduces of "
                 f"{sizes} bytes, "
                 f"expected {full}",
-                cause=why_so_many(by_room),
+                cause=why_so_many(by_room)
+                if sizes
+                else f"a bucket is all-reduced, and there were {', '.join(recording.kinds()) or 'none'}",
                 help="Gradients share an all-reduce until the next one would make it larger than "
                 "bucket_bytes.",
                 rank=r,

@@ -109,7 +109,10 @@ def taken_for_finite(kinds: list[set[str]], taken: list[bool | None]) -> str:
     found = {(kind, step) for one, step in zip(kinds, taken, strict=True) if len(one) == 1 for kind in one}
     if found != {("NaN", False), ("inf", True)}:
         return ""
-    return "a loss of inf was taken for finite: isnan() is False of inf, isfinite() is False of both"
+    return (
+        "a loss of inf was taken for finite: isnan() is False of it, and its gradient may be finite; "
+        "ask loss.isfinite()"
+    )
 
 
 def how_decided(recording: Recording) -> str:

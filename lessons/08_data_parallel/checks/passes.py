@@ -46,6 +46,7 @@ def told_if_ranks_part(cause: str) -> Iterator[None]:
 
 NOT_REDUCED = "each rank's own sum: it was not reduced"
 INSIDE, LEAVING = "inside no_sync", "as no_sync ends"
+NOTHING_PENDING = "finish after no_sync"
 
 
 def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, batches: list[tuple]) -> dict:
@@ -64,6 +65,8 @@ def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, batches: list[
                     recording.mark(LEAVING)
                     if broken:
                         raise UnreadableError
+                recording.mark(NOTHING_PENDING)
+                wrapped.finish_gradient_synchronization()
             else:
                 F.cross_entropy(wrapped(tokens, order), targets).backward()
                 wrapped.finish_gradient_synchronization()
@@ -218,6 +221,20 @@ def order_of_hooks_does_not_matter(trial: Trial) -> None:
                 help="Send bucket 0, 1, 2… in this order on all ranks, whichever is ready first.",
             )
     require_mean(trial, seen, help="Send buckets in one order on all ranks.")
+
+
+@check("DataParallel", world_sizes=(2, 4), subgroup=False)
+def nothing_is_pending_after_no_sync(trial: Trial) -> None:
+    """finish_gradient_synchronization() after a pass inside no_sync() does nothing."""
+    for r, result in enumerate(trial.once(observe_no_sync).results):
+        kinds = result["recording"].kinds(after=NOTHING_PENDING)
+        trial.require(
+            not kinds,
+            f"called after a pass inside no_sync(), finish_… communicates: {kinds[:3]}",
+            rank=r,
+            cause="a forward inside no_sync() made a pass pending",
+            help="A pass is pending since its forward, outside no_sync() alone.",
+        )
 
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
