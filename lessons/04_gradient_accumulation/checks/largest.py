@@ -191,6 +191,11 @@ def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str,
         ),
         "one tensor of (b, s, v) too many at the head: the logits are not kept, the log-probabilities are "
         "an activation": replace(true, head=true.head * 1.5),
+        "the head's two tensors are fp32 with the mixed recipes too: 4 bytes a number": replace(
+            true, head=true.head / 2
+        )
+        if is_mixed
+        else true,
         "activations are fp32 with the mixed recipes too: 4 bytes a number": halves if is_mixed else true,
         "activations and the head's tensors are fp32 with the mixed recipes too: 4 bytes a number": replace(
             halves, head=true.head / 2
