@@ -15,10 +15,10 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 MAX_DEPTH = 50
-IS_KEY = object()
-"""Stands in a place for "a key of"."""
 MAX_DIGITS = 300
 """Of a whole number: what is larger has no place among floats, and no quantity of this course comes near."""
+IS_KEY = object()
+"""Stands in a place for "a key of"."""
 
 
 class NotPlainError(TypeError):

@@ -277,8 +277,8 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str)
 
 
 STILL_WHOLE = (
-    "the blocks' weights are those from before the step: they were still whole from backward, and so nothing "
-    "gathered them again"
+    "the blocks' weights are those from before the step, and the rest moved: their shards were not updated, "
+    "or the blocks were still whole from backward, and so nothing gathered them again"
 )
 
 
