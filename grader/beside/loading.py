@@ -7,6 +7,7 @@ import pickle
 import sys
 import traceback
 import types
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,11 +67,17 @@ def load_submission(order: dict[str, Any]) -> Names:
             module.__file__ = os.path.join(order["directory"], label)
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
         try:
-            exec(compile(source, label, "exec", dont_inherit=True), module.__dict__)
+            exec(_compiled(source, label), module.__dict__)
         except (Exception, SystemExit) as error:
             frames = [[f.filename, f.lineno, f.name] for f in traceback.extract_tb(error.__traceback__)]
             failures.append(LoadError(error_text(error), type(error).__name__, frames, source))
     return Names(vars(module), failures)
+
+
+@lru_cache
+def _compiled(source: str, label: str) -> types.CodeType:
+    """The same source is loaded anew for every run, and to compile a lesson takes most of an empty one."""
+    return compile(source, label, "exec", dont_inherit=True)
 
 
 class _NothingElse:
@@ -92,7 +99,7 @@ def _lend(modules: list[list[str]]) -> None:
         label = f"{LENT}{name.removeprefix('solutions')}>"
         linecache.cache[label] = (len(source), None, source.splitlines(keepends=True), label)
         module = sys.modules[name] = types.ModuleType(name)
-        exec(compile(source, label, "exec", dont_inherit=True), module.__dict__)
+        exec(_compiled(source, label), module.__dict__)
         setattr(package, name.partition(".")[2], module)
 
 
