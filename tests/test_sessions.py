@@ -52,6 +52,26 @@ def test_another_submission_and_what_follows_trouble_get_fresh_ranks(launcher: L
         assert (report.ended, report.fresh) == ("complete", True)
 
 
+def test_the_courses_own_modules_use_the_same_ranks_and_a_submission_does_not(launcher: Launcher) -> None:
+    def probe(rank):
+        return [name for name in ("ring_all_reduce", "Flat") if name in vars(rank.submission)]
+
+    with Session(launcher) as session:
+        found = [
+            session.run(probe, code, [[], []], limits=LIMITS)
+            for code in (
+                Code(module="solutions.collectives", trusted=True),
+                Code(module="solutions.fsdp", trusted=True),
+                Code(module="solutions.fsdp"),
+            )
+        ]
+    assert [(report.fresh, report.ranks[0].result) for report in found[:2]] == [
+        (True, ["ring_all_reduce"]),
+        (False, ["Flat"]),
+    ]
+    assert found[2].fresh
+
+
 def test_between_two_runs_nothing_moves_and_afterwards_nothing_is_left(
     launcher: Launcher, tmp_path: Path
 ) -> None:

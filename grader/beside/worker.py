@@ -29,6 +29,7 @@ from grader.beside.recorder import Recorder, Window, watch_backends, watch_handl
 from grader.beside.tampering import Guard, RefusedError
 from grader.beside.unseen import calls_made, unseen
 from grader.ranks import plain
+from grader.ranks.event_log import EventLog
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.recording import Event
 
@@ -89,6 +90,7 @@ def run_worker(
     header: dict[str, Any],
     directory: Path,
     dump: Any,
+    log: EventLog,
     guard: Guard,
 ) -> None:
     """Do one rank's work, then stay until the supervisor lets go: a peer may still need this rank alive.
@@ -116,7 +118,7 @@ def run_worker(
     watch_handles(lambda: current.recorder)
     while True:
         try:
-            answer(b"R", _work(connection, world_rank, header, order, device, group, guard, current))
+            answer(b"R", _work(world_rank, header, order, device, group, log, guard, current))
         except BaseException as error:
             answer(b"X", dumps(_describe(error)).encode())
         order = plain.decode(receive_frame(connection)[1])
@@ -133,12 +135,12 @@ def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, byte
 
 
 def _work(
-    connection: socket.socket,
     world_rank: int,
     header: dict[str, Any],
     order: dict[str, Any],
     device: torch.device,
     group: Any,
+    log: EventLog,
     guard: Guard,
     current: SimpleNamespace,
 ) -> bytes:
@@ -146,7 +148,7 @@ def _work(
     is_learner = _learner_code(order)
 
     def on_event(event: Event) -> None:
-        send_frame(connection, b"E", dumps(vars(event)).encode())
+        log.add(dumps(vars(event)).encode())
 
     recorder = Recorder(on_event, is_learner, order["delay_seed"])
     current.recorder = recorder

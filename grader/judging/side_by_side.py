@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from grader.ranks.isolation import Isolation
-from grader.ranks.launcher import CannotGradeError, Launcher
+from grader.ranks.launcher import Answer, CannotGradeError, Launcher
 from nanogpt.cores import usable_cores
 
 Task = TypeVar("Task")
@@ -102,9 +102,9 @@ class _Neighbour(Launcher):
 
     def exchange(
         self, line: socket.socket, header: dict[str, Any], orders: list[bytes], fresh: bool
-    ) -> tuple[dict[str, Any], list[bytes]]:
+    ) -> tuple[dict[str, Any], list[Answer]]:
         with self._turn.let_go():
-            summary, records = super().exchange(line, header, orders, fresh)
+            summary, answers = super().exchange(line, header, orders, fresh)
             self._turn.goes_on()
             if fresh and summary["ended"] in (
                 "lost",
@@ -113,7 +113,7 @@ class _Neighbour(Launcher):
                 alone = Launcher(self.isolation)
                 try:
                     with alone.connect() as own_line:
-                        summary, records = alone.exchange(own_line, header, orders, fresh)
+                        summary, answers = alone.exchange(own_line, header, orders, fresh)
                 finally:
                     alone.close()
-            return summary, records
+            return summary, answers

@@ -14,10 +14,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from grader.ranks import plain
 from grader.ranks.by_value import function_by_value
+from grader.ranks.event_log import events_in
 from grader.ranks.faults import WHAT_TO_DO, CannotGradeError
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
@@ -50,6 +51,20 @@ class Code:
     """The course's own code, which may read the reference."""
     lent: tuple[tuple[str, str], ...] = ()
     """Modules of the reference that it may import: name and source."""
+
+    @property
+    def kin(self) -> "Code":
+        """What can be asked of the same ranks is equal in this: the course's own modules trust each other."""
+        return Code(trusted=True) if self.trusted and self.module else self
+
+
+class Answer(NamedTuple):
+    """What came from a rank, as it came."""
+
+    record: bytes = b""
+    """Its result, or its error."""
+    events: bytes = b""
+    """Its list of events."""
 
 
 @dataclass
@@ -108,8 +123,8 @@ class Launcher:
 
     def exchange(
         self, line: socket.socket, header: dict[str, Any], orders: list[bytes], fresh: bool
-    ) -> tuple[dict[str, Any], list[bytes]]:
-        """Send the orders of a run, and wait for its summary and each rank's record."""
+    ) -> tuple[dict[str, Any], list[Answer]]:
+        """Send the orders of a run, and wait for its summary and each rank's answer."""
         line.settimeout(header["timeout"] + 30)
         try:
             send_frame(line, b"H", json.dumps(header).encode())
@@ -118,7 +133,7 @@ class Launcher:
             summary = json.loads(receive_frame(line)[1])
             if summary["ended"] == "fault":
                 return _without_an_answer("fault", len(orders), summary["reason"])
-            return summary, [receive_frame(line)[1] for _ in orders]
+            return summary, [Answer(receive_frame(line)[1], receive_frame(line)[1]) for _ in orders]
         except (OSError, ValueError):
             if fresh:
                 self.close()
@@ -128,7 +143,7 @@ class Launcher:
         """A session whose ranks may have this code already, from an earlier exercise of the submission."""
         with self._lock:
             of_this_size = self._idle.setdefault((num_ranks, world_size), [])
-            known = [session for session in of_this_size if session.code == code]
+            known = [session for session in of_this_size if session.kin == code.kin]
             for session in known[:1] or of_this_size[:1]:
                 of_this_size.remove(session)
                 return session
@@ -266,8 +281,8 @@ class Session:
         self._token = b""
 
     @property
-    def code(self) -> Code | None:
-        """The submission that its ranks have."""
+    def kin(self) -> Code | None:
+        """What its ranks have been started for (see `Code.kin`)."""
         return None if self._line is None else self._ranks[1]
 
     def __enter__(self) -> "Session":
@@ -327,10 +342,10 @@ class Session:
             seed = seeds[world_rank - group[0]] if seeds and world_rank in group else secrets.randbits(31)
             delay = None if delay_seed is None else delay_seed + world_rank
             orders.append({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay})
-        summary, records, fresh = self._ask(header, code, orders)
+        summary, answers, fresh = self._ask(header, code, orders)
         ranks = [
-            _read_rank(state, record, self._token)
-            for state, record in zip(summary["ranks"], records, strict=True)
+            _read_rank(state, answer, self._token)
+            for state, answer in zip(summary["ranks"], answers, strict=True)
         ]
         ended = _ending(summary["ended"], ranks)
         if ended != "complete":
@@ -339,20 +354,20 @@ class Session:
 
     def _ask(
         self, header: dict[str, Any], code: Code, orders: list[dict[str, Any]]
-    ) -> tuple[dict[str, Any], list[bytes], bool]:
-        """Have a run done, by the ranks that are there or by new ones: summary, records, whether new."""
-        fresh = self._line is None or self._ranks != (header, code)
+    ) -> tuple[dict[str, Any], list[Answer], bool]:
+        """Have a run done, by the ranks that are there or by new ones: summary, answers, whether new."""
+        fresh = self._line is None or self._ranks != (header, code.kin)
         if fresh:
             self.close()
-            self._ranks, self._token = (header, code), secrets.token_bytes(TOKEN_BYTES)
+            self._ranks, self._token = (header, code.kin), secrets.token_bytes(TOKEN_BYTES)
             self._line = self._launcher.connect()
         told = [plain.encode({**order, "token": self._token} if fresh else order) for order in orders]
         assert self._line is not None
-        summary, records = self._launcher.exchange(self._line, header, told, fresh)
+        summary, answers = self._launcher.exchange(self._line, header, told, fresh)
         if summary["ended"] in ("lost", "fault") and not fresh:
             self.close()
             return self._ask(header, code, orders)
-        return summary, records, fresh
+        return summary, answers, fresh
 
     def close(self) -> None:
         """End the ranks, and wait until nothing is left of them."""
@@ -365,10 +380,10 @@ class Session:
         self._line = None
 
 
-def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[dict[str, Any], list[bytes]]:
-    """What stands for the summary and the records of a run whose keeper is gone, or failed."""
+def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[dict[str, Any], list[Answer]]:
+    """What stands for the summary and the answers of a run whose keeper is gone, or failed."""
     ranks = [asdict(RankReport("dead"))] * num_orders
-    return {"ended": ended, "seconds": 0.0, "ranks": ranks, "reason": reason}, [b""] * num_orders
+    return {"ended": ended, "seconds": 0.0, "ranks": ranks, "reason": reason}, [Answer()] * num_orders
 
 
 def _loopback_is_up() -> bool:
@@ -385,12 +400,11 @@ def _preloaded() -> list[tuple[str, int]]:
     return [(path.name, path.stat().st_mtime_ns) for path in sorted((ROOT / "nanogpt").glob("*.py"))]
 
 
-def _read_rank(state: dict[str, Any], record: bytes, token: bytes) -> RankReport:
+def _read_rank(state: dict[str, Any], answer: Answer, token: bytes) -> RankReport:
     """What a rank sent, as plain data. Whatever is not in the grader's own form counts as forged."""
-    events, state["events"] = state["events"], []
-    report = RankReport(**state)
+    report, record = RankReport(**state), answer.record
     try:
-        report.events = [Event.from_plain(json.loads(event)) for event in events]
+        report.events = [Event.from_plain(json.loads(event)) for event in events_in(answer.events)]
         if report.status not in ("done", "failed"):
             return report
         if record[:TOKEN_BYTES] != token:

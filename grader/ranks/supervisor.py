@@ -26,9 +26,9 @@ import psutil
 
 from grader.beside.tampering import Guard
 from grader.beside.worker import run_worker
-from grader.ranks.frames import NOT_OURS, FrameBuffer, receive_frame, send_frame
+from grader.ranks.event_log import EventLog
+from grader.ranks.frames import FrameBuffer, receive_frame, send_frame
 from grader.ranks.leftovers import SharedMemory, let_trackers_end
-from grader.ranks.recording import Event
 from nanogpt.turns import keep_to_one_core
 
 TICK_SECONDS = 0.03
@@ -41,9 +41,6 @@ WAITING_CPU = 0.02
 THREADS_PATIENCE = 3
 """How many times as long a rank may only wait whose other threads compute: gloo's may spin for ever."""
 OUTPUT_LIMIT = 64 * 1024
-EVENT_LIMIT = 20_000
-EVENTS_BYTES = 8 << 20
-"""Of all events of a rank in a run; those that come then are not kept."""
 
 
 @dataclass
@@ -53,8 +50,6 @@ class RankState:
     status: str = "running"
     """running, done (a complete record), failed (it raised), dead (it ended without a word), forged."""
     error: dict[str, Any] | None = None
-    events: list[str] = field(default_factory=list)
-    """As they came, looked over field by field: JSON takes a tenth of the room that its objects take."""
     exit_code: int | None = None
     stack: str = ""
     """Where it stood when it was stopped, innermost call first, as faulthandler writes it."""
@@ -69,10 +64,10 @@ class _Rank:
     connection: socket.socket
     output: BinaryIO
     dump: BinaryIO
+    log: EventLog
     state: RankState = field(default_factory=RankState)
     frames: FrameBuffer = field(default_factory=FrameBuffer)
     record: bytes = b""
-    event_bytes: int = 0
 
 
 def prctl(option: int, value: int) -> None:
@@ -128,7 +123,9 @@ class _Run:
         self.selector = selectors.DefaultSelector()
         self.ended = ""
         self.cpu: dict[int, tuple[float, float]] = {}
-        self.began = time.monotonic()
+        self.began = self.next_tree = time.monotonic()
+        self.heads = b""
+        self.fork_server = os.getppid()
         self.base_rss = psutil.Process().memory_info().rss
 
     def start(self) -> None:
@@ -162,7 +159,8 @@ class _Run:
         self.header = json.loads(body)
         self.began, self.ended, self.cpu = time.monotonic(), "", {}
         for rank in self.ranks:
-            rank.state, rank.record, rank.event_bytes = RankState(), b"", 0
+            rank.state, rank.record = RankState(), b""
+            rank.log.clear()
         self._tell_all(signal.SIGCONT)
         self._hand_out_orders()
         return True
@@ -184,6 +182,7 @@ class _Run:
         ours, theirs = socket.socketpair()
         read_end, write_end = os.pipe()
         dump = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (it lives as long as the rank)
+        log = EventLog()
         pid = os.fork()
         if pid == 0:
             try:
@@ -192,17 +191,17 @@ class _Run:
                 _limit(self.header["memory_bytes"], self.directory)
                 if self.header["device"] == "cpu":
                     keep_to_one_core(world_rank, self.header["world_size"], first=os.getppid())
-                run_worker(theirs, world_rank, self.header, self.directory, dump, self.guard)
+                run_worker(theirs, world_rank, self.header, self.directory, dump, log, self.guard)
             finally:
                 os._exit(0)
         theirs.close()
         os.close(write_end)
-        return _Rank(pid, ours, os.fdopen(read_end, "rb", buffering=0), dump)
+        return _Rank(pid, ours, os.fdopen(read_end, "rb", buffering=0), dump, log)
 
     def watch(self) -> None:
         """Listen until every rank has answered, or until something ends the run early."""
         deadline = self.began + self.header["timeout"]
-        trouble_at, next_look, next_tree = None, self.began, self.began
+        trouble_at, next_look = None, self.began + TICK_SECONDS
         life, threads = _Progress(self.began), _Progress(self.began)
         while not self.ended:
             progressed = self._listen()
@@ -219,12 +218,12 @@ class _Run:
                 self.ended = "timeout"
             if progressed:
                 life.last = now
-            if now < next_look:  # every recorded event wakes this process, and looking costs a millisecond
+            if now < next_look:  # looking costs a millisecond, and most runs are over before the first time
                 continue
-            main_cpu, other_cpu, runnable = self._measure(tree=now >= next_tree)
+            main_cpu, other_cpu, runnable = self._measure(tree=now >= self.next_tree)
             next_look = now + TICK_SECONDS
-            if now >= next_tree:
-                next_tree = now + TREE_SECONDS
+            if now >= self.next_tree:
+                self.next_tree = now + TREE_SECONDS
             if runnable:
                 life.last = now
             life.see(main_cpu, now, len(self.ranks))
@@ -242,7 +241,8 @@ class _Run:
                 continue
             rank, read = key.data
             progressed |= read(rank)
-        return progressed
+        before, self.heads = self.heads, b"".join(rank.log.head for rank in self.ranks)
+        return progressed or self.heads != before
 
     def _read_frames(self, rank: _Rank) -> bool:
         try:
@@ -262,11 +262,7 @@ class _Run:
 
     def _take(self, rank: _Rank, kind: bytes, body: bytes) -> None:
         state = rank.state
-        if kind == b"E":
-            rank.event_bytes += len(body)
-            if len(state.events) < EVENT_LIMIT and rank.event_bytes <= EVENTS_BYTES:
-                state.events.append(_read_event(body))
-        elif kind in b"RX" and state.status != "running":
+        if state.status != "running":
             self._finish(rank, "forged", {"message": "a rank sent more than one result"})
         elif kind == b"R":
             rank.record = body
@@ -331,7 +327,7 @@ class _Run:
                 continue
         if tree:
             rss += _memory_in_files(processes)
-            _wake_parent()
+            self._wake_fork_server()
         if num_threads > self.header["max_threads"]:
             self.ended = "threads"
         if rss > self.header["memory_bytes"]:
@@ -368,26 +364,22 @@ class _Run:
             _reap_all()
             time.sleep(0.002)
 
+    def _wake_fork_server(self) -> None:
+        """A rank may have stopped it, and the next run would wait for it in vain."""
+        if os.getppid() == self.fork_server:
+            os.kill(self.fork_server, signal.SIGCONT)
+
     def report(self) -> None:
         """Tell the judge everything, as plain data."""
         states = [asdict(rank.state) for rank in self.ranks]
         seconds = time.monotonic() - self.began
         summary = {"ended": self.ended, "seconds": seconds, "ranks": states}
-        _wake_parent()
+        self._wake_fork_server()
         self.judge.setblocking(True)
         send_frame(self.judge, b"S", json.dumps(summary).encode())
         for rank in self.ranks:
             send_frame(self.judge, b"R", rank.record)
-
-
-def _read_event(body: bytes) -> str:
-    """Events come without the token: whatever is not one in every field was sent by the submission."""
-    try:
-        text = body.decode()
-        Event.from_plain(json.loads(text))
-    except (ValueError, RecursionError):
-        raise ValueError(NOT_OURS) from None
-    return text
+            send_frame(self.judge, b"E", rank.log.contents())
 
 
 def _become_rank(connection: socket.socket, output: int, dump: BinaryIO) -> None:
@@ -466,13 +458,6 @@ def _memory_in_files(processes: Iterable[psutil.Process]) -> int:
                         status = os.stat(file)
                         sizes[status.st_ino] = 512 * status.st_blocks
     return sum(sizes.values())
-
-
-def _wake_parent() -> None:
-    """A rank may stop the fork server, and the next run would wait for it in vain."""
-    with contextlib.suppress(psutil.Error, OSError):
-        if psutil.Process(os.getppid()).status() == psutil.STATUS_STOPPED:
-            os.kill(os.getppid(), signal.SIGCONT)
 
 
 def _kill(process: psutil.Process) -> None:
