@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from grader.judging.course import find_exercise
 from grader.judging.judge import Settings, grade_task, tasks
 from grader.judging.reading import NothingToReadError, UnreadableError
-from grader.judging.side_by_side import sensible_jobs, side_by_side
+from grader.judging.side_by_side import Neighbours, sensible_jobs, side_by_side
 from grader.judging.submission import Submission
 from grader.judging.verdicts import ExerciseReport, Verdict, readable
 from grader.ranks.faults import CannotGradeError, unforeseen
@@ -86,10 +87,15 @@ def _grade(
     settings = replace(settings, limits=replace(settings.limits, ends_at=ends_at))
     todo = [task for one, lesson in work for task in tasks(one, lesson, asked_for(one, lesson, only))]
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    grade_one = partial(grade_task, settings=settings)
     jobs = jobs or sensible_jobs(settings.device)
-    with console.status(f"grading {len(todo)} exercises") as status:
-        for report in side_by_side(grade_one, todo, jobs, record.isolation):
+    settings = replace(settings, layouts_at_a_time=max(1, jobs // max(1, len(todo))))
+    grade_one = partial(grade_task, settings=settings)
+    with (
+        closing(Neighbours(record.isolation)) as launcher,
+        closing(side_by_side(grade_one, todo, jobs, launcher)) as reports,
+        console.status(f"grading {len(todo)} exercises") as status,
+    ):
+        for report in reports:
             record.reports.append(report)
             status.update(f"{len(record.reports)} of {len(todo)} exercises graded")
             if path is not None:

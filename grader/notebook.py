@@ -40,6 +40,7 @@ def check(definition: Any, device: str = "cpu", seed: int | None = None) -> None
     """
     from grader.judging.course import find_exercise, lessons
     from grader.judging.judge import Settings
+    from grader.judging.side_by_side import sensible_jobs
     from grader.judging.verdicts import Verdict
     from grader.report import exercise_lines
 
@@ -51,7 +52,8 @@ def check(definition: Any, device: str = "cpu", seed: int | None = None) -> None
     elif isinstance(definition, str):
         print(f"give the definition itself: check({name})")
     else:
-        report = _report(name, definition, Settings(device=device, seed=seed), *found)
+        settings = Settings(device=device, seed=seed, layouts_at_a_time=sensible_jobs(device))
+        report = _report(name, definition, settings, *found)
         for line, _ in exercise_lines(report):
             print(line)
         if report.seed is not None and report.verdict != Verdict.PASSED:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_
 from grader.ranks.leftovers import MARK, kill_marked
 from grader.ranks.limits import Limits
 from grader.ranks.recording import Event, Race, revive
+from grader.ranks.turn import STOPPED, Turn
 
 TOKEN_BYTES = 32
 START_SECONDS = 120
@@ -106,6 +107,9 @@ class Launcher:
 
     def __init__(self, isolation: Isolation | None = None) -> None:
         self.isolation = isolation or Isolation()
+        self.turn = Turn()
+        self._under_way: set[socket.socket] = set()
+        """Lines on whose other ends ranks run."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen | None = None
         self._control: socket.socket | None = None
@@ -125,6 +129,22 @@ class Launcher:
         self, line: socket.socket, header: dict[str, Any], orders: list[bytes], fresh: bool
     ) -> tuple[dict[str, Any], list[Answer]]:
         """Send the orders of a run, and wait for its summary and each rank's answer."""
+        self.turn.goes_on()
+        self._under_way.add(line)
+        try:
+            with self.turn.let_go():
+                told = self._exchange(line, header, orders)
+            if line not in self._under_way:
+                raise CannotGradeError(STOPPED)
+        finally:
+            self._under_way.discard(line)
+        if told is None and fresh:
+            self.close()
+        return told or _without_an_answer("lost", len(orders))
+
+    def _exchange(
+        self, line: socket.socket, header: dict[str, Any], orders: list[bytes]
+    ) -> tuple[dict[str, Any], list[Answer]] | None:
         line.settimeout(header["timeout"] + 30)
         try:
             send_frame(line, b"H", json.dumps(header).encode())
@@ -135,9 +155,20 @@ class Launcher:
                 return _without_an_answer("fault", len(orders), summary["reason"])
             return summary, [Answer(receive_frame(line)[1], receive_frame(line)[1]) for _ in orders]
         except (OSError, ValueError):
-            if fresh:
-                self.close()
-            return _without_an_answer("lost", len(orders))
+            return None
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """End the runs that are under way; inside, none begins."""
+        self.turn.end()
+        lines, self._under_way = self._under_way, set()
+        for line in lines:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            self.turn.begin_anew()
 
     def borrow(self, num_ranks: int, world_size: int, code: Code) -> "Session":
         """A session whose ranks may have this code already, from an earlier exercise of the submission."""
@@ -182,6 +213,7 @@ class Launcher:
             socket.send_fds(self._control, [b"x"], [end.fileno()])
 
     def _start(self) -> None:
+        self.turn.goes_on()
         if self.isolation.closed:
             try:
                 return self._start_server(shut_in=True)
