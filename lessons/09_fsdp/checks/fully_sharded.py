@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import CheckEnded, Trial, Verdict, check, exercise
+from grader.ranks.recording import Recording
+from nanogpt.model import GPT
 
 from .models import (
     build,
@@ -101,20 +103,23 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
 
 
 def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
-    """Begins with this rank's own weights; rank 0's must win. "first" is one step of SGD."""
-
+    """Begins with this rank's own weights; rank 0's must win."""
     result = look(wrapped(rank, odd_gpt, seed), batches[0])
-    sharded = wrapped(rank, odd_gpt, seed)
-    with rank.record() as recording:
-        train(sharded, batches, "SGD", plain, num_steps=1)
-    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
-    result["dtypes of gradients"] = sorted({str(gradient.dtype) for gradient in gradients})
-    result["first"], result["first step"] = full(sharded), recording
     sharded = wrapped(rank, odd_gpt, seed)
     train(sharded, batches, "SGD", plain)
     result["trained logits"] = evaluate(sharded, *batches[0])[0].clone()
     result["end"] = full(sharded)
     return result
+
+
+def step_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    """One step of SGD: the weights after it, what it sent, and of which dtypes its gradients were."""
+    sharded = wrapped(rank, odd_gpt, seed)
+    with rank.record() as recording:
+        train(sharded, batches, "SGD", plain, num_steps=1)
+    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
+    dtypes = sorted({str(gradient.dtype) for gradient in gradients})
+    return {"weights": full(sharded), "recording": recording, "dtypes": dtypes}
 
 
 def wrapped(rank: Any, make: Any, seed: int) -> Any:
@@ -147,26 +152,37 @@ def observe_training(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(results=results, numbers=numbers, seed=numbers[0], by_rank=by_rank, starts=starts)
 
 
+def observe_a_step(trial: Trial) -> list[dict]:
+    seen = trial.once(observe_training)
+    return run(trial, step_on_ranks, per_rank=list(zip(seen.numbers, seen.by_rank, strict=True)))
+
+
 @check("FullySharded")
 def everything_keeps_its_dtype(trial: Trial) -> None:
     """A float64 model has float64 shards, whole weights and gradients: nothing is rounded on the way."""
     seen = trial.once(observe_training)
+    steps = trial.once(observe_a_step) if trial.in_full else [None] * trial.num_ranks
     first = whole_batch(odd_gpt, seen.seed, seen.by_rank, "SGD", Rule(), num_steps=1)
     with torch.no_grad():
         logits = [seen.starts[0](*batches[0])[0] for batches in seen.by_rank]
-    for r, result in enumerate(seen.results):
-        for what in ("parameters()", "full_state_dict()", "gradients"):
+    for r, (result, step) in enumerate(zip(seen.results, steps, strict=True)):
+        dtypes = {what: result[f"dtypes of {what}"] for what in ("parameters()", "full_state_dict()")}
+        if step is not None:
+            dtypes["gradients"] = step["dtypes"]
+        for what, found in dtypes.items():
             trial.require(
-                result[f"dtypes of {what}"] == ["torch.float64"],
-                f"the model is in float64, and {what} in {', '.join(result[f'dtypes of {what}'])}",
+                found == ["torch.float64"],
+                f"the model is in float64, and {what} in {', '.join(found)}",
                 help="Take the dtype from the parameters, as tensor.new_empty(...) does.",
                 rank=r,
             )
-        for what, actual, expected in (
+        compared = [
             ("the weights in full_state_dict()", result["start"], weights(seen.starts[0])),
             ("the logits", {"": result["logits"]}, {"": logits[r]}),
-            ("the weights after a step of SGD", result["first"], first),
-        ):
+        ]
+        if step is not None:
+            compared.append(("the weights after a step of SGD", step["weights"], first))
+        for what, actual, expected in compared:
             error = rounding(actual, expected)
             trial.require(
                 not error,
@@ -265,13 +281,17 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str)
         )
 
     def explain() -> str:
-        firsts = [result["first"] for result in seen.results]
         if make is not odd_gpt:
             return ""
+        try:
+            steps = trial.once(observe_a_step)
+        except CheckEnded:
+            return ""
+        firsts = [step["weights"] for step in steps]
         if still_whole(expected.start, firsts):
             return STILL_WHOLE
         told = trained_on(expected.start, firsts, gradients_by_rank(odd_gpt, seen.seed, seen.by_rank))
-        return told or ungathered(trial, seen)
+        return told or ungathered(trial, seen.starts[0], [step["recording"] for step in steps])
 
     require_weights(trial, ends, expected, kind, help, explain)
 
@@ -295,10 +315,10 @@ def still_whole(start: dict[str, Tensor], firsts: list[dict[str, Tensor]]) -> bo
     return all(stay) and not all(move)
 
 
-def ungathered(trial: Trial, seen: Any) -> str:
+def ungathered(trial: Trial, model: GPT, recordings: list[Recording]) -> str:
     """Whether the first step's passes gathered the blocks once, for forward, in words; else ""."""
-    blocks = PASSES[0] * sum(bytes_of(block) for block in seen.starts[0].transformer.h)
-    sent = [travelled(result["first step"], trial.num_ranks) for result in seen.results]
+    blocks = PASSES[0] * sum(bytes_of(block) for block in model.transformer.h)
+    sent = [travelled(recording, trial.num_ranks) for recording in recordings]
     if trial.num_ranks > 1 and all(each.gathered + each.others < 1.6 * blocks for each in sent):
         return "the blocks were not gathered again for backward, which computed with what lay in their place"
     return ""
