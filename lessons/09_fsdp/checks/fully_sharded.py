@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import CheckEnded, Trial, Verdict, check, exercise
-from grader.ranks.recording import Recording
+from grader.checks import CheckEnded, Recording, Trial, Verdict, check, exercise
 from nanogpt.model import GPT
 
 from .models import (
