@@ -113,7 +113,7 @@ def grade() -> None:
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Exercises to grade at a time, or layouts of a single one; without it as many as cores, four at most.",
+    help="Exercises, or layouts of a single one, to grade at a time; without it one a core, four at most.",
 )
 @click.option("--seed", type=int, help="Draw the same inputs again.")
 def run(
