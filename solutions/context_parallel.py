@@ -66,8 +66,9 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     out_a, out_b (b, a, s, d) and lse_a, lse_b (b, a, s), as `attention_with_lse` returns them; they stay as
     they are. Returns out and lse of both blocks together. An lse of a hundred overflows nothing. A block of
     which a query saw nothing (lse -inf) changes nothing for it; where both are -inf, out is 0 and lse -inf.
-    Gradients flow to all four, but for a query that saw nothing in either block: there they may be NaN, since
-    a query of causal attention sees at least itself.
+    Gradients flow to all four, through out and through lse (a merge that is only for use inside of an
+    autograd.Function may give none), but for a query that saw nothing in either block: there they may be NaN,
+    since a query of causal attention sees at least itself.
     """
     # answer
     largest = torch.maximum(lse_a, lse_b).detach()

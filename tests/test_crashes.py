@@ -96,19 +96,19 @@ WORDS = {
 def test_torchs_words_are_known(fail, words: str) -> None:
     with pytest.raises((RuntimeError, IndexError)) as error:
         fail()
-    cause, step = why_crashed(error.type.__name__, str(error.value), (), ())
+    cause, step = why_crashed(error.type.__name__, str(error.value), (), (), 2)
     assert words in cause and step
 
 
 def test_none_is_a_missing_gradient_only_where_a_gradient_is_read() -> None:
     message = "unsupported operand type(s) for /=: 'NoneType' and 'int'"
-    assert ".grad is None" in why_crashed("TypeError", message, ("at line 3: `p.grad /= n`",), ())[0]
-    assert why_crashed("TypeError", message, ("at line 3: `y + self.bias`",), ()) == ("", "")
+    assert ".grad is None" in why_crashed("TypeError", message, ("at line 3: `p.grad /= n`",), (), 2)[0]
+    assert why_crashed("TypeError", message, ("at line 3: `y + self.bias`",), (), 2) == ("", "")
 
 
 def test_what_was_seen_goes_before_what_words_tell() -> None:
     assert (
-        why_crashed("RuntimeError", "element 0 of tensors does not require grad", (), ("no grad",))[0]
+        why_crashed("RuntimeError", "element 0 of tensors does not require grad", (), ("no grad",), 2)[0]
         == "no grad"
     )
-    assert why_crashed("ValueError", "the story", (), ()) == ("", "")
+    assert why_crashed("ValueError", "the story", (), (), 2) == ("", "")

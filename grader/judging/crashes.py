@@ -13,12 +13,6 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "A submission can not count on the network: there is none where it is graded.",
     ),
     (
-        r"Pair is not connected",
-        "",
-        "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "
-        "group_dst= and group_src= count in the group.",
-    ),
-    (
         r"cannot register a hook on a tensor that doesn't require grad",
         "it hooks a frozen parameter: one with requires_grad=False gets no gradient, and takes no hook",
         "Leave out what has requires_grad False.",
@@ -90,6 +84,7 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
 )
 
 
+_SENDS_TO_ITSELF = re.compile(r"Pair is not connected")
 _NONE = re.compile(r"'?NoneType'?")
 _GRADIENT = re.compile(r"\.grad\b")
 
@@ -111,16 +106,33 @@ def _times_too_wide(given: int, taken: int) -> tuple[str, str]:
     return "", f"The input of a product is {given} wide, and the matrix takes {taken}."
 
 
-def why_crashed(kind: str, message: str, places: Sequence[str], notes: Sequence[str]) -> tuple[str, str]:
+def _to_itself(num_ranks: int) -> tuple[str, str]:
+    if num_ranks == 1:
+        return (
+            "a message is sent where there is one rank alone: it goes to the rank itself",
+            "What a ring does n - 1 times, one rank does not do at all.",
+        )
+    return "", (
+        "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "
+        "group_dst= and group_src= count in the group."
+    )
+
+
+def why_crashed(
+    kind: str, message: str, places: Sequence[str], notes: Sequence[str], num_ranks: int
+) -> tuple[str, str]:
     """The cause behind an error and the next step; "" where it is not known.
 
     Args:
         kind: the class of the exception.
         places: the lines of the learner's code that it went through, the last one last.
         notes: what the check has seen of it (`BaseException.add_note`), which goes before what words tell.
+        num_ranks: size of the group.
     """
     if notes:
         return notes[0], ""
+    if _SENDS_TO_ITSELF.search(message):
+        return _to_itself(num_ranks)
     if _NONE.search(message) and places and _GRADIENT.search(places[-1]):
         cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"
         return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."

@@ -120,7 +120,7 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
     return CheckEnded(
         Verdict.CRASHED,
         f"rank {failed[0]}{others} raised {raised}",
-        *why_crashed(kind, message, places, error.get("notes", ())),
+        *why_crashed(kind, message, places, error.get("notes", ()), len(ranks)),
         details=places,
     )
 

@@ -45,6 +45,11 @@ def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
         "the core is that of one head: there are n_head of them, each h/a wide": attention
         - core
         + core // c.n_head,
+        "one side of the s by s core is block_size long: both are as long as the sequence": attention
+        + core * (c.block_size - s) // s,
+        "the core is block_size by block_size: it is as long as the sequence": attention
+        - core
+        + core * c.block_size**2 // s**2,
         "a head is h/a wide: here each has the full width": attention + (c.n_head - 1) * core,
         "the embedding look-up copies rows, it multiplies nothing": total
         + 2 * tokens * c.vocab_size * c.n_embd,

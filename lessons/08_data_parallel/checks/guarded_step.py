@@ -78,6 +78,7 @@ def reference_weights(
     forget: bool = True,
     clip: bool = True,
     times: float = 1.0,
+    step_on_zero: bool = False,
 ) -> list[dict[str, Tensor]]:
     """The weights after each step, as one process would have them, or one that does something else."""
     model = build(Regression, seen.seed).double()
@@ -99,6 +100,10 @@ def reference_weights(
             together = [[p] for p in model.parameters()] if clip_each else [list(model.parameters())]
             for parameters in together if clip else ():
                 nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+        elif step_on_zero:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
         after.append(weights(model))
     return after
@@ -141,8 +146,14 @@ def other_weights(seen: SimpleNamespace) -> dict[str, list[dict[str, Tensor]]]:
         "the gradient of the steps before is still there: zero_grad() comes first": {"forget": False},
         "the step of the gradients' sum: divide by the number of ranks": {"times": len(seen.results)},
         "the step of gradients that were not clipped": {"clip": False},
+        STEPPED_ON_ZERO: {"step_on_zero": True},
     }
     return {told: reference_weights(seen, **way) for told, way in ways.items()}
+
+
+STEPPED_ON_ZERO = (
+    "a broken batch was a step with gradients of zero: weight decay and momentum move weights all the same"
+)
 
 
 def _at(
@@ -176,7 +187,9 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
                 f"{name} after step {i + 1} ({'a good' if want[i] else 'a broken'} batch)",
                 actual,
                 expected[i][name],
-                alternatives=partial(_at, others, i, name, before) if want[i] else {},
+                alternatives=partial(_at, others, i, name, before)
+                if want[i]
+                else lambda i=i, name=name: {STEPPED_ON_ZERO: others()[STEPPED_ON_ZERO][i][name]},
                 help="Average, then clip, then step. A broken batch changes nothing.",
             )
 

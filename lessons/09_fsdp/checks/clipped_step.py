@@ -116,6 +116,8 @@ class Way:
     """Whether the gradient that the optimizer sees is clipped."""
     order: float = 2.0
     """Of the shards' norms."""
+    returned: Callable[[list[float], int], float] | None = None
+    """The norm that is returned, where it is not the one that is clipped by."""
 
 
 def in_one_process(
@@ -133,10 +135,10 @@ def in_one_process(
         (sum(model(*batches[step])[1] for batches in by_rank) / n).backward()
         shards = [model.weight.grad[r * per_rank :][:per_rank] for r in range(n)]
         own = [shard.norm(way.order).item() if shard.numel() else 0.0 for shard in shards]
-        norms.append([way.rule(own, r) for r in range(n)])
+        norms.append([(way.returned or way.rule)(own, r) for r in range(n)])
         for r, shard in enumerate(shards):
             if shard.numel() and way.clips:
-                shard.mul_(min(way.most, max_norm / norms[-1][r]))
+                shard.mul_(min(way.most, max_norm / way.rule(own, r)))
         optimizer.step()
     end = [model.weight.detach()[r * per_rank :][:per_rank].float() for r in range(n)]
     return SimpleNamespace(end=end, norms=list(torch.tensor(norms).T))
@@ -170,6 +172,9 @@ WRONG = {
     ),
     "the gradients of earlier steps are still there: nothing was zeroed": replace(RIGHT, forgets=False),
     "the optimizer stepped on gradients that were not clipped": replace(RIGHT, clips=False),
+    "the norm that is returned is the whole one, and each rank clips by the norm of its own shard": Way(
+        lambda own, r: own[r], returned=whole_norm
+    ),
     "the absolute values were added, not their squares": Way(lambda own, r: sum(own), order=1.0),
     "this is the largest of all numbers, not the root of the sum of their squares": Way(
         lambda own, r: max(own), order=math.inf

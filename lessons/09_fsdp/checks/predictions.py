@@ -112,6 +112,9 @@ def require_state(trial: Trial, key: str) -> None:
         for b in (2, 4, 8, 12, 16)
         if b != per_parameter
     }
+    if key == "optimizer":
+        told = "the fp32 copy of the weights is whole: it is 4 of the optimizer's 12 bytes, and cut like them"
+        wrong[told] = lambda p, n, s: 4 * p + 8 * p / (n if s >= first else 1)
     wrong["P // n is a whole number, rounded before it is multiplied: divide with /"] = lambda p, n, s: (
         per_parameter * (p // n if s >= first else p)
     )

@@ -217,9 +217,15 @@ def loss_is_the_dense_one(trial: Trial) -> None:
 @check("vocab_parallel_cross_entropy")
 def loss_is_stable(trial: Trial) -> None:
     """Logits of 100 and -100, and columns of -inf, give the right loss and gradient: no inf, no NaN."""
-    for name in ("large logits", "padded vocabulary"):
+    largest = "Subtract the largest logit of the whole row, over all ranks, before exp."
+    for name, help in (
+        ("large logits", largest),
+        (
+            "padded vocabulary",
+            f"exp(-inf) is 0, but 0 · -inf is NaN: pick the target's logit by its index. {largest}",
+        ),
+    ):
         seen = trial.once(observe_entropy)[name]
-        help = "Subtract the largest logit of the whole row, over all ranks, before exp."
         alternatives = partial(entropy_alternatives, seen, trial.num_ranks)
         trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, alternatives, help=help)
         entropy_gradient(trial, seen, name)

@@ -109,7 +109,8 @@ def likely(config: GPTConfig, b: int, s: int, n: int, scheme: str, answer: objec
     for share, size in (("b·s·h", stream), ("b·s·h/n", stream // n)):
         count = (answer - right) / size
         if count == int(count) and 0 < abs(count) <= 8:
-            return f"{abs(int(count))} tensors of {share} too {'many' if count > 0 else 'few'}"
+            tensors = "one tensor" if abs(count) == 1 else f"{abs(int(count))} tensors"
+            return f"{tensors} of {share} too {'many' if count > 0 else 'few'}"
     return "twice as much: fp32 has 4 bytes" if answer == 2 * right else ""
 
 

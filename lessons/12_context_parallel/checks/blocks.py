@@ -250,7 +250,7 @@ def merge_probe(rank, cases: list) -> list:
             out, lse = found
             result |= {"out": out.detach().clone(), "lse": lse.detach().clone()}
             if out.requires_grad and out.shape == d_out.shape and result["unchanged"]:
-                (out * d_out).sum().backward()
+                ((out * d_out).sum() + (lse * d_out[..., 0]).sum()).backward()
                 result["gradients"] = [x.grad for x in (outs[0], lses[0], outs[1], lses[1])]
         results.append(result)
     return results
@@ -376,17 +376,27 @@ def gradient_of_a_merge(trial: Trial) -> None:
             continue  # a merge for use inside an autograd.Function
         out_a, lse_a, out_b, lse_b, d_out = (x.double() for x in seen.cases[name])
         inputs = [x.clone().requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
-        shares = torch.stack([inputs[1], inputs[3]]).softmax(0).unsqueeze(-1)
-        (shares[0] * inputs[0] + shares[1] * inputs[2]).mul(d_out).sum().backward()
-        for label, found, x in zip(
-            ("out_a", "lse_a", "out_b", "lse_b"), result["gradients"], inputs, strict=True
+        lses = torch.stack([inputs[1], inputs[3]])
+        shares = lses.softmax(0).unsqueeze(-1)
+        of_out = ((shares[0] * inputs[0] + shares[1] * inputs[2]) * d_out).sum()
+        of_lse = (lses.logsumexp(0) * d_out[..., 0]).sum()
+        through_out = torch.autograd.grad(of_out, inputs, retain_graph=True)
+        through_lse = torch.autograd.grad(of_lse, inputs, allow_unused=True, materialize_grads=True)
+        labels = ("out_a", "lse_a", "out_b", "lse_b")
+        for label, found, one, other in zip(
+            labels, result["gradients"], through_out, through_lse, strict=True
         ):
-            if found is None and label.startswith("lse"):
-                continue  # shares that are taken as constants: fine where backward is written by hand
             trial.close(
                 f"the gradient of {label} ({name})",
-                torch.zeros_like(x) if found is None else found,
-                x.grad,
-                help="The weights are a softmax over the two lse, and its gradient goes to both.",
+                torch.zeros_like(one) if found is None else found,
+                one + other,
+                {
+                    "the shares are constants: nothing comes back through the weights of the two out": other,
+                    "what comes back through the merged lse is missing": one,
+                }
+                if label.startswith("lse")
+                else {},
+                help="Each out is weighed by a softmax over the two lse, whose gradient goes to both. "
+                "So does that of the merged lse.",
                 rtol=1e-4,
             )

@@ -45,6 +45,13 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
         masks[f"{told} is missing: is every block that comes by used, the first and the last?"] = causal(
             length
         ) & ((mine - theirs) % n != step)
+    if int(seen.where[0][-1]) == length - 1 and n > 1:  # zigzag parts
+        taken = torch.arange(length)
+        for r, where in enumerate(seen.where):
+            half = len(where) // 2
+            taken[where[half:]] = (n + r) * half + torch.arange(half)
+        told = "the second half of rank r's part is taken for chunk n + r, and it is chunk 2n - 1 - r"
+        masks[told] = taken.unsqueeze(1) >= taken.unsqueeze(0)
     wrong = {cause: attention(q, k, v, mask)[0] for cause, mask in masks.items()}
     wrong["scores are not divided by sqrt(d)"] = attention(q, k, v, causal(length), q.size(-1) ** 0.5)[0]
     for told, blocks in (("blocks", seen.where), ("chunks", torch.arange(length).split(seen.chunk))):
