@@ -112,8 +112,20 @@ def honest(rank):
     return [rows.clone(), buffers, columns, x]
 
 
-def test_honest_programs_have_no_races() -> None:
-    assert races(honest) == [[], []]
+def trains_with_ddp(rank):
+    """PyTorch's C++ sends buffers and gradients, and waits for them where nobody sees it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    wrapped = DistributedDataParallel(model, process_group=rank.group)
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("probe", [honest, trains_with_ddp])
+def test_honest_programs_have_no_races(probe) -> None:
+    assert races(probe) == [[], []]
 
 
 def drops_what_was_freed(rank):

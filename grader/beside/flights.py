@@ -22,7 +22,12 @@ from grader.ranks.recording import Event, Race
 
 OURS = os.path.dirname(__file__) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
-AUTOGRAD, DISTRIBUTED = (os.path.join(TORCH, name, "") for name in ("autograd", "distributed"))
+DISTRIBUTED = os.path.join(TORCH, "distributed", "")
+WAITS_ITSELF = tuple(
+    os.path.join(TORCH, *names)
+    for names in (("autograd", ""), ("nn", "parallel", ""), ("distributed", "utils.py"))
+)
+"""Python of torch's below which its C++ communicates, and waits by itself: DistributedDataParallel's does."""
 MOST_RACES = 4
 WAITING = ("wait", "synchronize", "get_future", "get_future_result", "is_completed", "is_success", "result")
 """Methods of a handle that learn whether it is done, or wait until it is."""
@@ -169,11 +174,11 @@ def _caller() -> FrameType | None:
         if frame.f_code.co_name == "__torch_dispatch__":
             caller = None
         elif caller is None and (
-            file.startswith((AUTOGRAD, DISTRIBUTED)) or not file.startswith((OURS, TORCH))
+            file.startswith((*WAITS_ITSELF, DISTRIBUTED)) or not file.startswith((OURS, TORCH))
         ):
             caller = frame
         frame = frame.f_back
-    return None if caller is None or caller.f_code.co_filename.startswith(AUTOGRAD) else caller
+    return None if caller is None or caller.f_code.co_filename.startswith(WAITS_ITSELF) else caller
 
 
 def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[Stretch]]:
