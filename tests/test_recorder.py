@@ -80,6 +80,24 @@ def test_flops_and_bytes() -> None:
     assert recording.peak_bytes >= 64 * 64 * 4 + 8 * 64 * 4
 
 
+def multiplies_a_dtensor(rank):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = DeviceMesh.from_group(rank.group, "cpu")
+    x = DTensor.from_local(torch.ones(4, 8), mesh, [Replicate()], run_check=False)
+    weight = DTensor.from_local(torch.ones(3, 8), mesh, [Shard(0)], run_check=False)
+    with rank.record() as recording:
+        torch.nn.functional.linear(x, weight)
+    return {"recording": recording}
+
+
+def test_what_dtensor_computes_for_shapes_alone_is_no_work() -> None:
+    recording = on_ranks(multiplies_a_dtensor).ranks[0].result["recording"]
+    assert recording.flops() == 2 * 4 * 8 * 3
+    assert recording.largest_elements <= 4 * 8
+
+
 def overlapped(rank):
     first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 

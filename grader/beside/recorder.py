@@ -73,6 +73,11 @@ def _unfolds(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
+def _is_a_shape(tensor: Tensor) -> bool:
+    """Whether a tensor has no numbers: DTensor asks so what an operation on the whole would give."""
+    return tensor.device.type == "meta" or hasattr(tensor, "fake_mode")
+
+
 @cache
 def _defaults(func: Any) -> dict[str, Any]:
     """The arguments of an operation, in their order, with their defaults."""
@@ -263,13 +268,15 @@ class Window:
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, event: Event | None, index: int) -> None:
         """Count one operation that has just run."""
+        tensors = tensors_in(result)
+        if any(_is_a_shape(tensor) for tensor in tensors):
+            return
         if event is not None:
             self.add(event)
         if func._overloadpacket in flop_registry:
             totals = self._recording.totals[self.mark_name]
             totals.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
             totals.last_compute = index
-        tensors = tensors_in(result)
         for tensor in tensors:
             self._recording.largest_elements = max(self._recording.largest_elements, tensor.numel())
         if self._memory:

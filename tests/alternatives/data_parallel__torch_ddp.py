@@ -7,6 +7,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 
+def all_reduce_gradients(model, group):
+    """An all-reduce in two halves: an all-to-all of which each rank adds up its part, and an all-gather."""
+    n = group.size()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            flat = parameter.new_zeros(-(-parameter.numel() // n) * n)
+            if parameter.grad is not None:
+                flat[: parameter.numel()] = parameter.grad.flatten()
+            parts = torch.empty_like(flat)
+            dist.all_to_all_single(parts, flat, group=group)
+            dist.all_gather_into_tensor(flat, parts.view(n, -1).mean(0), group=group)
+            parameter.grad = flat[: parameter.numel()].view_as(parameter)
+
+
 def share_loss(loss_sum, num_counted, group):
     """An all-reduce in two halves."""
     counted = torch.tensor(int(num_counted), device=loss_sum.device)
