@@ -4,6 +4,7 @@ It is a `TorchDispatchMode`, so it stands below every door to communication (`to
 object's own methods, functional collectives, `P2POp`) and replaces none of them.
 """
 
+import os
 import random
 import sys
 import time
@@ -65,6 +66,7 @@ _FUNCTIONAL = {
 
 
 _COMMUNICATION = ("c10d", "_c10d_functional")
+_DTENSOR = os.path.join(os.path.dirname(torch.__file__), "distributed", "tensor", "")
 
 
 @cache
@@ -73,9 +75,12 @@ def _unfolds(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def _is_a_shape(tensor: Tensor) -> bool:
-    """Whether a tensor has no numbers: DTensor asks so what an operation on the whole would give."""
-    return tensor.device.type == "meta" or hasattr(tensor, "fake_mode")
+def _is_for_shapes_alone(tensors: list[Tensor]) -> bool:
+    """Whether DTensor asks, on tensors without numbers, what an operation on the whole would give."""
+    frame: FrameType | None = sys._getframe(1) if any(hasattr(t, "fake_mode") for t in tensors) else None
+    while frame is not None and not frame.f_code.co_filename.startswith(_DTENSOR):
+        frame = frame.f_back
+    return frame is not None
 
 
 @cache
@@ -269,7 +274,7 @@ class Window:
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, event: Event | None, index: int) -> None:
         """Count one operation that has just run."""
         tensors = tensors_in(result)
-        if any(_is_a_shape(tensor) for tensor in tensors):
+        if _is_for_shapes_alone(tensors):
             return
         if event is not None:
             self.add(event)
