@@ -113,7 +113,7 @@ def grade() -> None:
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Exercises, or layouts of a single one, to grade at a time; without it one a core, four at most.",
+    help="Runs at a time: exercises, and layouts where these are fewer; without it one a core, four at most.",
 )
 @click.option("--seed", type=int, help="Draw the same inputs again.")
 def run(

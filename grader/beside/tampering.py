@@ -79,6 +79,8 @@ class Guard:
             dist.distributed_c10d,
         ]
         self._places = [Place(place) for place in dict.fromkeys([*others, *modules, *classes])]
+        tools = (tool for place in self._places for tool in place.tools.values())
+        self._tools = frozenset(id(getattr(tool, "__func__", tool)) for tool in tools)
         self._replaced = Place.replaced  # not looked up later: a submission could put its own there
         self._violations: list[str] = []
         self._watching = False
@@ -87,10 +89,7 @@ class Guard:
         """From now on, refuse to read files below the `forbidden` folders, and to rewrite the grader."""
         if not self._watching:
             folders = tuple(os.path.realpath(path) for path in forbidden)
-            tools = frozenset(
-                id(getattr(tool, "__func__", tool)) for place in self._places for tool in place.tools.values()
-            )
-            sys.addaudithook(_hook(folders, tools, self._violations))
+            sys.addaudithook(_hook(folders, self._tools, self._violations))
             self._watching = True
 
     def verify(self) -> None:

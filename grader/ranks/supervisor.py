@@ -367,7 +367,8 @@ class _Run:
     def _wake_fork_server(self) -> None:
         """A rank may have stopped it, and the next run would wait for it in vain."""
         if os.getppid() == self.fork_server:
-            os.kill(self.fork_server, signal.SIGCONT)
+            with contextlib.suppress(OSError):  # it may end between these two lines
+                os.kill(self.fork_server, signal.SIGCONT)
 
     def report(self) -> None:
         """Tell the judge everything, as plain data."""

@@ -1,5 +1,6 @@
 """Checks of `FullySharded`: what it computes. What it keeps meanwhile is in residency.py."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,19 +107,22 @@ def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -
     result = look(wrapped(rank, odd_gpt, seed), batches[0])
     sharded = wrapped(rank, odd_gpt, seed)
     train(sharded, batches, "SGD", plain)
+    result["dtypes of gradients"] = dtypes_of(p.grad for p in sharded.parameters() if p.grad is not None)
     result["trained logits"] = evaluate(sharded, *batches[0])[0].clone()
     result["end"] = full(sharded)
     return result
 
 
 def step_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
-    """One step of SGD: the weights after it, what it sent, and of which dtypes its gradients were."""
+    """One step of SGD: the weights after it, and what it sent."""
     sharded = wrapped(rank, odd_gpt, seed)
     with rank.record() as recording:
         train(sharded, batches, "SGD", plain, num_steps=1)
-    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
-    dtypes = sorted({str(gradient.dtype) for gradient in gradients})
-    return {"weights": full(sharded), "recording": recording, "dtypes": dtypes}
+    return {"weights": full(sharded), "recording": recording}
+
+
+def dtypes_of(tensors: Iterable[Tensor]) -> list[str]:
+    return sorted({str(local(tensor).dtype) for tensor in tensors})
 
 
 def wrapped(rank: Any, make: Any, seed: int) -> Any:
@@ -139,8 +143,8 @@ def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
         "last": last.clone(),
         "nothing": nothing,
         "shards": [shard.numel() for shard in shards],
-        "dtypes of parameters()": sorted({str(shard.dtype) for shard in shards}),
-        "dtypes of full_state_dict()": sorted({str(tensor.dtype) for tensor in start.values()}),
+        "dtypes of parameters()": dtypes_of(shards),
+        "dtypes of full_state_dict()": dtypes_of(start.values()),
     }
 
 
@@ -160,28 +164,22 @@ def observe_a_step(trial: Trial) -> list[dict]:
 def everything_keeps_its_dtype(trial: Trial) -> None:
     """A float64 model has float64 shards, whole weights and gradients: nothing is rounded on the way."""
     seen = trial.once(observe_training)
-    steps = trial.once(observe_a_step) if trial.in_full else [None] * trial.num_ranks
-    first = whole_batch(odd_gpt, seen.seed, seen.by_rank, "SGD", Rule(), num_steps=1)
+    end = whole_batch(odd_gpt, seen.seed, seen.by_rank, "SGD", Rule())
     with torch.no_grad():
         logits = [seen.starts[0](*batches[0])[0] for batches in seen.by_rank]
-    for r, (result, step) in enumerate(zip(seen.results, steps, strict=True)):
-        dtypes = {what: result[f"dtypes of {what}"] for what in ("parameters()", "full_state_dict()")}
-        if step is not None:
-            dtypes["gradients"] = step["dtypes"]
-        for what, found in dtypes.items():
+    for r, result in enumerate(seen.results):
+        for what in ("parameters()", "full_state_dict()", "gradients"):
             trial.require(
-                found == ["torch.float64"],
-                f"the model is in float64, and {what} in {', '.join(found)}",
+                result[f"dtypes of {what}"] == ["torch.float64"],
+                f"the model is in float64, and {what} in {', '.join(result[f'dtypes of {what}'])}",
                 help="Take the dtype from the parameters, as tensor.new_empty(...) does.",
                 rank=r,
             )
-        compared = [
+        for what, actual, expected in (
             ("the weights in full_state_dict()", result["start"], weights(seen.starts[0])),
             ("the logits", {"": result["logits"]}, {"": logits[r]}),
-        ]
-        if step is not None:
-            compared.append(("the weights after a step of SGD", step["weights"], first))
-        for what, actual, expected in compared:
+            (f"the weights after {len(PASSES)} steps of SGD", result["end"], end),
+        ):
             error = rounding(actual, expected)
             trial.require(
                 not error,

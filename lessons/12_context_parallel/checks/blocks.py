@@ -249,7 +249,8 @@ def merge_probe(rank, cases: list) -> list:
         if result["pair"]:
             out, lse = found
             result |= {"out": out.detach().clone(), "lse": lse.detach().clone()}
-            if out.requires_grad and out.shape == d_out.shape and result["unchanged"]:
+            shapes = (out.shape, lse.shape) == (d_out.shape, d_out.shape[:-1])
+            if out.requires_grad and shapes and result["unchanged"]:
                 ((out * d_out).sum() + (lse * d_out[..., 0]).sum()).backward()
                 result["gradients"] = [x.grad for x in (outs[0], lses[0], outs[1], lses[1])]
         results.append(result)
