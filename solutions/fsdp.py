@@ -406,9 +406,10 @@ class FullySharded(nn.Module):
     block is gathered before its forward and before its backward, and freed after each: no more than two are
     whole at a time. What lies outside the blocks may stay gathered from forward to backward. Each forward
     computes with the shards as they are by then. After `loss.backward()` the mean gradients stand in the
-    shards' `.grad`, added to what was there. Frozen weights are cut as well; they neither move nor decay. A
-    hook that stands on a parameter of the GPT goes on working: it gets the whole gradient of this rank, and
-    what it returns is averaged.
+    shards' `.grad`, added to what was there. A step sends no more than two all-gathers of the weights and a
+    reduce-scatter of the gradients do. Frozen weights are cut as well; they neither move nor decay. A hook
+    that stands on a parameter of the GPT goes on working: it gets the whole gradient of this rank, and what
+    it returns is averaged.
 
     Source: arXiv:1910.02054, section 5.3; arXiv:2304.11277, section 3.
     """
@@ -528,9 +529,9 @@ def clipped_step(
 
     `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and after
     `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
-    The norm is that of the whole gradient, as if one process had it; where it is larger than `max_norm`,
-    every rank multiplies its gradients by max_norm / norm. Returns the norm before clipping, a scalar
-    that is the same on every rank.
+    The norm is that of the whole gradient, as if one process had it, though no gradient travels for it;
+    where it is larger than `max_norm`, every rank multiplies its gradients by max_norm / norm. Returns the
+    norm before clipping, a scalar that is the same on every rank.
     """
     # answer
     optimizer.zero_grad()

@@ -119,8 +119,8 @@ def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens of an x that is the same on every rank; backward gathers the ranks' gradients.
 
     x (b, s, h) to (b, s/n, h), rank r the r-th tokens. The gradient of x is whole, and the same everywhere.
-    The forward sends nothing. Neither x nor the gradient that comes in is changed. Any dtype and layout in
-    memory, also one that differs between ranks.
+    The forward sends nothing, the backward each part once to every other rank. Neither x nor the gradient
+    that comes in is changed. Any dtype and layout in memory, also one that differs between ranks.
 
     Raises:
         ValueError: s does not divide by n.
@@ -337,7 +337,8 @@ def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     are this rank's part of the vocabulary for all tokens, (b, s, rows); without targets they are whole,
     (b, 1, v), and equal on every rank, so that `generate` works. A length that does not divide by n may be
     refused. After `loss.backward()` every gradient is complete, over two passes as well, and the same on
-    every rank where the parameter is replicated. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
+    every rank where the parameter is replicated. The forward sends what tensor parallelism's does, the
+    backward also the gathered tokens again. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
 
     Raises:
         ValueError: n_head does not divide by the number of ranks, and nothing was changed.
@@ -368,7 +369,8 @@ class AdaptedRowLinear(nn.Module):
 
     y = x W^T + (x A^T) B^T + bias, for an x cut by features, (b, s, in/n), to this rank's tokens
     (b, s/n, out). `weight` (out, in/n) and `bias` (out) are frozen. A, `down` (r, in/n), is cut as the weight
-    is. B, `up` (out, r), is whole on every rank, and zero at the start.
+    is. B, `up` (out, r), is whole on every rank, and zero at the start. Beside y, r numbers a token travel,
+    and no more than the adapter weighs.
     """
 
     def __init__(self, in_features: int, out_features: int, low_rank: int, *, group: ProcessGroup) -> None:

@@ -125,8 +125,9 @@ def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' x joined along the last dimension, in rank order; backward keeps this rank's slice.
 
     x (..., k) to (..., n·k). Nothing is summed in backward: what follows a gather is replicated, so
-    every rank already has the whole gradient. Neither x nor the gradient that comes in is changed. Any
-    dtype and layout in memory, also one that differs between ranks.
+    every rank already has the whole gradient. The forward sends each part once to every other rank, the
+    backward nothing. Neither x nor the gradient that comes in is changed. Any dtype and layout in memory,
+    also one that differs between ranks.
     """
     # answer
     return _GatherFromGroup.apply(x, group)
@@ -136,8 +137,9 @@ def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's slice of the last dimension of a replicated x; backward joins the ranks' gradients.
 
-    x (..., k) to (..., k/n), rank r the r-th slice. Neither x nor the gradient that comes in is changed.
-    Any dtype and layout in memory, also one that differs between ranks.
+    x (..., k) to (..., k/n), rank r the r-th slice. The forward sends nothing, the backward each part once
+    to every other rank. Neither x nor the gradient that comes in is changed. Any dtype and layout in memory,
+    also one that differs between ranks.
 
     Raises:
         ValueError: k does not divide by n.
@@ -476,7 +478,8 @@ class MultiQueryAttention(nn.Module):
 
     Rank r computes the r-th query heads. The one key and value head is needed by all of them, so
     `key_value` is replicated: the same weights on every rank, computed by every rank. After backward the
-    gradients of all weights and of x are those of the dense attention.
+    gradients of all weights and of x are those of the dense attention. The forward sends one all-reduce of
+    the output's size, the backward at most two of x's size and something much smaller.
     """
 
     def __init__(self, width: int, num_heads: int, *, group: ProcessGroup) -> None:

@@ -36,6 +36,9 @@ from nanogpt.turns import keep_to_one_core, take_whole_turns
 WARM_UP = 2
 """The first step makes the optimizer's state, and in the second PyTorch's DDP deals out its buckets anew."""
 
+LATE_SECONDS = 0.25
+"""By which, with much to spare, a thread has ended that had nothing left to do."""
+
 
 def main(folder: Path) -> None:
     """Start the ranks, and wait for them."""
@@ -105,6 +108,15 @@ def sent(recording: Recording, looks: list[Look | None]) -> dict[str, Any]:
     }
 
 
+def let_go() -> None:
+    """Wait until communication that is through holds its tensors no longer.
+
+    The thread of gloo that has run it drops them after the caller goes on, on a busy machine a while after.
+    """
+    dist.barrier()
+    time.sleep(LATE_SECONDS)
+
+
 class _Run:
     """One way of training, step by step."""
 
@@ -142,7 +154,7 @@ class _Run:
         update = trainer.parallel.update
 
         def weigh_first(module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-            dist.barrier()  # communication that is through lets go of its tensors
+            let_go()
             window.mark("update begins")
             return update(module, optimizer, max_norm)
 

@@ -52,7 +52,7 @@ def _different(was: dict[str, tuple], now: dict[str, tuple]) -> list[str]:
 
 
 def refused(trial: Trial, refusals: Sequence[dict], size: int) -> None:
-    """On every rank a ValueError came that names both numbers, and nothing was changed before it."""
+    """On every rank a ValueError came, and nothing was changed before it."""
     if trial.num_ranks == 1:
         return
     for rank, refusal in enumerate(refusals):
@@ -65,13 +65,6 @@ def refused(trial: Trial, refusals: Sequence[dict], size: int) -> None:
         kind, message = refusal["error"]
         if kind != "ValueError":
             trial.wrong(f"expected a ValueError, got {kind}: {message}", help="Use shard_size.", rank=rank)
-        for number in (size, trial.num_ranks):
-            if str(number) not in message:
-                trial.wrong(
-                    f"the ValueError does not name the number {number}: {message!r}",
-                    help="Say which number does not divide by which: shard_size does.",
-                    rank=rank,
-                )
         trial.require(
             not refusal["changed"],
             f"the ValueError came too late: already changed was {', '.join(refusal['changed'][:3])}",

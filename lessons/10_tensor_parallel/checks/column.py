@@ -189,6 +189,6 @@ def column_starts_as_slices(trial: Trial) -> None:
 
 @check("ColumnParallelLinear", world_sizes=(2, 4), subgroup=False)
 def column_refuses_what_does_not_divide(trial: Trial) -> None:
-    """out_features that do not divide by the ranks are a ValueError that names both numbers."""
+    """out_features that do not divide by the ranks are a ValueError."""
     size = undividable(trial)
     refused(trial, trial.run(linear_refusal_probe, "ColumnParallelLinear", (4, size)), size)
