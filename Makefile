@@ -9,11 +9,12 @@ JOBS ?= 3
 ARGS ?=
 ENVIRONMENT = python=$$($(PYTHON) -m infra.environment)
 
-.PHONY: help lab grade test floor lessons bench
+.PHONY: help lab grade train test floor lessons bench
 
 help:
 	@echo "make lab       open the course in JupyterLab      ARGS='--no-browser' on a remote machine"
 	@echo "make grade     grade your work                    ARGS='PATH' for one notebook or .py file"
+	@echo "make train     train with your code               LESSON=08 RANKS=2 ARGS='--parallel data_parallel'"
 	@echo "make test      prove the course                   ARGS='-k name', JOBS=3"
 	@echo "make floor     grade the solutions on the oldest torch that the course allows, and on Colab's versions"
 	@echo "make lessons   build the notebooks                LESSON=08, FORCE=1"
@@ -25,6 +26,12 @@ lab:
 
 grade:
 	@$(ENVIRONMENT) && { "$$python" -m grader $(ARGS) || { status=$$?; test $$status -eq 1 || exit $$status; }; }
+
+RANKS ?= 1
+TRAIN = -m torch.distributed.run --nproc-per-node $(RANKS) -m nanogpt.train
+train: # LESSON=08 is for that lesson's notebook as the implementation
+	@$(ENVIRONMENT) && "$$python" $(TRAIN) $(ARGS) \
+		$(if $(LESSON),--implementation $(wildcard lessons/$(LESSON)_*/*.ipynb))
 
 test: # each worker takes the next test when it has ended one; tests wait a good deal, so three fill two cores
 	@$(ENVIRONMENT) && "$$python" -m pytest -n $(JOBS) --dist load --maxschedchunk 1 $(ARGS)

@@ -21,7 +21,7 @@ keep_to_quota()  # the kernel's torch, too: it has taken a thread a core that it
 
 if TYPE_CHECKING:
     from grader.judging.course import Lesson
-    from grader.judging.judge import Settings
+    from grader.judging.judge import Settings, Tell
     from grader.judging.trial import Exercise
     from grader.judging.verdicts import ExerciseReport
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 def check(definition: Any, device: str = "cpu", seed: int | None = None) -> None:
     """Grade one exercise: `check(ColumnParallelLinear)`, in the cell after its definition.
 
-    The definition travels by value to fresh processes, one a rank; the verdict is printed, a line per check.
+    The definition travels by value to fresh processes, one a rank. A line is shown as each check ends, and
+    at the end the report.
 
     Args:
         definition: the class or function; it is found in the course by its name.
@@ -38,11 +39,11 @@ def check(definition: Any, device: str = "cpu", seed: int | None = None) -> None
 
     What can not be checked, such as a name that is no exercise, is told in a sentence.
     """
+    from grader.cell_output import Progress, in_notebook, reward, show
     from grader.judging.course import find_exercise, lessons
     from grader.judging.judge import Settings
     from grader.judging.side_by_side import sensible_jobs
     from grader.judging.verdicts import Verdict
-    from grader.report import exercise_lines
 
     name = definition if isinstance(definition, str) else getattr(definition, "__name__", str(definition))
     found = find_exercise(name)
@@ -53,15 +54,22 @@ def check(definition: Any, device: str = "cpu", seed: int | None = None) -> None
         print(f"give the definition itself: check({name})")
     else:
         settings = Settings(device=device, seed=seed, layouts_at_a_time=sensible_jobs(device))
-        report = _report(name, definition, settings, *found)
-        for line, _ in exercise_lines(report):
-            print(line)
-        if report.seed is not None and report.verdict != Verdict.PASSED:
-            print(f"  drawn with seed {report.seed}: check({name}, seed={report.seed}) draws the same again")
+        with Progress() as progress:
+            report = _report(name, definition, settings, *found, progress.tell)
+        again = f"drawn with seed {report.seed}: check({name}, seed={report.seed}) draws the same again"
+        passed = report.verdict == Verdict.PASSED
+        show(report, () if report.seed is None or passed else (again,))
+        if passed and in_notebook():
+            reward(found[0].directory, name, definition)
 
 
 def _report(
-    name: str, definition: Any, settings: "Settings", lesson: "Lesson", exercise: "Exercise"
+    name: str,
+    definition: Any,
+    settings: "Settings",
+    lesson: "Lesson",
+    exercise: "Exercise",
+    tell: "Tell",
 ) -> "ExerciseReport":
     """Grade a definition. A broken program that a lesson gives is run too: its failure is where to start."""
     from grader.judging.judge import grade_exercise
@@ -74,7 +82,7 @@ def _report(
         return ExerciseReport(lesson.name, name, Verdict.NOT_ATTEMPTED, message=message)
     names = {name: definition, **_others(definition, exercise.uses)}
     code = Code(pickled=by_value(names), directory=os.getcwd(), lent=lesson.lent)
-    report = grade_exercise(exercise, lesson.name, code, shared_launcher(), settings, _locate)
+    report = grade_exercise(exercise, lesson.name, code, shared_launcher(), settings, _locate, tell=tell)
     if untouched:
         return replace(report, verdict=Verdict.NOT_ATTEMPTED, message="as it was given; this is how it fails")
     return report

@@ -24,17 +24,28 @@ MARKS = {
 }
 WIDTH = 100
 
+Lines = list[tuple[str, str]]
+"""Each line with its style, as rich names styles."""
 
-def exercise_lines(report: ExerciseReport) -> list[tuple[str, str]]:
-    """An exercise's report as (line, style) pairs: no time in it, so that equal runs read alike."""
+
+def exercise_lines(report: ExerciseReport) -> Lines:
+    """An exercise's report: no time in it, so that equal runs read alike."""
+    whole = told_whole(report.failed)
+    checks = [line for check in report.checks for line in check_lines(check, whole)]
+    return [headline(report), *checks, *closing_lines(report)]
+
+
+def headline(report: ExerciseReport) -> tuple[str, str]:
+    """The exercise and its verdict."""
     mark, style = MARKS[report.verdict]
     summary = f"{report.verdict}" + (f" ({report.message})" if report.message else "")
-    lines = [(f"{mark} {report.name}: {summary}", f"bold {style}")]
-    failed = [check for check in report.checks if not check.holds]
-    whole = told_whole(failed)
-    for check in report.checks:
-        lines += _check_lines(check, whole)
-    if len(failed) > len(whole):
+    return f"{mark} {report.name}: {summary}", f"bold {style}"
+
+
+def closing_lines(report: ExerciseReport) -> Lines:
+    """What follows the checks: what was not told, what was left out, where to find a hint."""
+    lines = []
+    if len(report.failed) > len(told_whole(report.failed)):
         lines.append(("  of the other ✗ only the titles: they may follow from what is told", "dim"))
     lines += [(f"  note: {note}", "dim") for note in report.notes]
     if report.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY):
@@ -50,7 +61,7 @@ def told_whole(failed: Sequence[CheckReport]) -> list[CheckReport]:
     return first
 
 
-def _check_lines(check: CheckReport, whole: Sequence[CheckReport]) -> list[tuple[str, str]]:
+def check_lines(check: CheckReport, whole: Sequence[CheckReport]) -> Lines:
     """A check that failed and is not told whole is its title: its causes and steps are those of another."""
     mark, style = MARKS[check.verdict]
     lines = _wrap(f"  {mark} ", check.sentence, style if check.verdict != Verdict.SKIPPED else "dim")
@@ -69,7 +80,7 @@ def _check_lines(check: CheckReport, whole: Sequence[CheckReport]) -> list[tuple
     return lines
 
 
-def _wrap(head: str, text: str, style: str) -> list[tuple[str, str]]:
+def _wrap(head: str, text: str, style: str) -> Lines:
     indent = " " * (4 if head.strip() in {mark for mark, _ in MARKS.values()} else 8)
     wrapped = textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False

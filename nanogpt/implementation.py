@@ -174,9 +174,9 @@ def _why_missing(name: str, path: Path, cells: list[Cell], failures: dict[str, s
 def load_implementation(path: str | os.PathLike[str]) -> SimpleNamespace:
     """Runs a notebook or `.py` file and returns its definitions as attributes.
 
-    Cells run in order in one module, without demo cells, with nothing printed. `check` and `run_ranks`
-    of the package `grader` do nothing meanwhile. A cell that raises is passed over; reading an attribute
-    that is missing because of it is an AttributeError with that cell and its error.
+    Cells run in order in one module, without demo cells, with nothing printed. What cells call of the
+    package `grader` does nothing meanwhile. A cell that raises is passed over; reading an attribute that is
+    missing because of it is an AttributeError with that cell and its error.
 
     Raises:
         ValueError: one sentence: the file cannot be read as a notebook or as Python.
@@ -232,12 +232,12 @@ def _run(cell: Cell, module: ModuleType, path: Path) -> str:
 
 @contextlib.contextmanager
 def _silent_grader() -> Iterator[None]:
-    """In place of the package `grader`, one whose `check` and `run_ranks` do nothing.
+    """In place of the package `grader`, one whose functions for notebooks do nothing.
 
     Its other modules stay importable from their usual place, if it is installed.
     """
     stand_in = ModuleType("grader")
-    stand_in.__dict__.update(check=_nothing, run_ranks=_nothing, __path__=[])
+    stand_in.__dict__.update(check=_nothing, guess=_nothing, run_ranks=_nothing, __path__=[])
     before = sys.modules.get("grader")
     if before is not None:
         stand_in.__path__ = list(getattr(before, "__path__", []))

@@ -1,5 +1,6 @@
 """The builder of notebooks, on a small course made up for the purpose."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -319,6 +320,87 @@ def test_cells_keep_tags_and_say_which_exercise_they_are(lesson: Lesson) -> None
     assert exercises == ["total", "Adder", "average"]
 
 
+FRONT = """\
+---
+reading: 5
+needs: [subtracting]
+exercises:
+  total: {stars: 1, minutes: 5}
+  Adder: {stars: 2, minutes: 10}
+  average: {stars: 1, minutes: 5}
+---
+
+"""
+
+
+def test_what_a_lesson_takes_stands_below_its_title_and_above_each_exercise(
+    course: Path, lesson: Lesson
+) -> None:
+    (course / "lessons" / "03_subtracting").mkdir()
+    lesson.text_path.write_text(FRONT + TEXT)
+    lesson = discover(course)[0]
+    build.build_lesson(lesson, execute=False, say=quiet)
+    cells = nbformat.read(lesson.learner_notebook, as_version=4).cells
+    assert "*About 5 minutes to read and 20 to build. Lesson 03 comes before.*" in cells[0].source
+    above = [a.source for a, b in itertools.pairwise(cells) if "exercise" in b.metadata]
+    assert above[1] == "**Exercise: `Adder`** · ★★☆ · about 10 minutes"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("reading: 5\n", "", "stand reading, needs and exercises"),
+        ("minutes: 10", "hours: 1", "stand reading, needs and exercises"),
+        ("reading: 5", "reading: [", "stand reading, needs and exercises"),
+        ("  average: {stars: 1, minutes: 5}\n", "", "the exercises, in their order: total, Adder, average"),
+    ],
+)
+def test_a_wrong_front_is_named(lesson: Lesson, old: str, new: str, message: str) -> None:
+    lesson.text_path.write_text(FRONT.replace(old, new) + TEXT)
+    with pytest.raises(LessonError, match=message):
+        build.build_lesson(lesson, execute=False, say=quiet)
+
+
+def test_a_cell_with_a_title_is_folded(lesson: Lesson) -> None:
+    lesson.text_path.write_text(TEXT.replace("from operator", "# @title Set-up\nfrom operator"))
+    build.build_lesson(lesson, execute=False, say=quiet)
+    code = [cell for cell in nbformat.read(lesson.learner_notebook, as_version=4).cells if cell.source]
+    folded = [cell.metadata.get("cellView") for cell in code if cell.cell_type == "code"]
+    assert folded[:3] == ["form", "form", None]
+
+
+@pytest.mark.slow
+def test_the_learner_sees_what_needs_no_exercise_and_no_answers(course: Path, lesson: Lesson) -> None:
+    shown = """
+```python tags=["demo"]
+def double(numbers):
+    return 2 * total(numbers)
+
+
+print("nothing is asked for")
+```
+
+```python tags=["demo"]
+print("plain")
+```
+
+```python tags=["demo"]
+print(double([1]))
+```
+
+```python tags=["demo", "answer"]
+print("the truth")
+```
+"""
+    lesson.text_path.write_text(TEXT + shown)
+    build_everything(course)
+    cells = nbformat.read(lesson.learner_notebook, as_version=4).cells
+    outputs = {cell.source: cell.outputs for cell in cells if cell.cell_type == "code" and cell.outputs}
+    assert list(outputs) == ['print("plain")']
+    assert outputs['print("plain")'][0].text == "plain\n"
+    assert command.main(["--root", str(course), "--check"]) == 0
+
+
 @pytest.mark.slow
 def test_the_solved_notebook_is_executed_and_the_same_twice(course: Path, lesson: Lesson) -> None:
     build_everything(course)
@@ -456,7 +538,17 @@ def test_the_readme_has_a_row_for_each_lesson(course: Path, lesson: Lesson) -> N
     row = next(line for line in text.splitlines() if line.startswith("| 07 |"))
     assert "**[Adding up](lessons/07_adding_up/adding_up.ipynb)**" in row
     assert "You add numbers, e.g. two of them. |" in row
-    assert "| `total`, `Adder`, `average` |" in row
+    assert "| 3 |" in row
+
+
+def test_the_readme_says_how_long_a_lesson_takes_and_what_is_planned(course: Path, lesson: Lesson) -> None:
+    lesson.text_path.write_text(FRONT + TEXT)
+    (course / "lessons" / "planned.yaml").write_text('"08": [Multiplying, "Many at once."]\n')
+    lines = derived.readme_text(course, [Lesson(course, "07", "adding_up")]).splitlines()
+    assert "| 3 | ½ h<br>★★☆ |" in next(line for line in lines if line.startswith("| 07 |"))
+    assert lines[lines.index(next(line for line in lines if line.startswith("| 07 |"))) + 1] == (
+        "| 08 | *Multiplying*<br>*Many at once.* | | *planned* | |"
+    )
 
 
 def test_a_readme_without_the_markers_is_an_error(course: Path, lesson: Lesson) -> None:

@@ -3,7 +3,7 @@
 import secrets
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,9 @@ ENDINGS_UNTIL_SKIP = 2
 
 Ends = dict[tuple[str, Layout], CheckEnded | CheckReport | None]
 """Name of a check and layout → how it ended there: None where it holds."""
+
+Tell = Callable[[CheckReport], None]
+"""Hears of a check that has ended."""
 
 NOT_THE_WORLD = (
     "it is right where the group is the whole world: is a rank of the world taken for a rank in the group? "
@@ -118,8 +121,9 @@ def grade_exercise(
     settings: Settings,
     locate: Locate,
     only_checks: Iterable[str] = (),
+    tell: Tell = lambda report: None,
 ) -> ExerciseReport:
-    """Run an exercise's checks on code that defines it."""
+    """Run an exercise's checks on code that defines it; `tell` hears of each as it ends, in any order."""
     began = time.monotonic()
     layouts, notes = _layouts(exercise, settings)
     seed = settings.seed if settings.seed is not None else secrets.randbits(31)
@@ -138,13 +142,20 @@ def grade_exercise(
     ]
     wanted = set(only_checks)
     reports: list[CheckReport] = []
+    told: set[str] = set()
+
+    def tell_once(report: CheckReport) -> None:
+        if report.name not in told:
+            told.add(report.name)
+            tell(report)
+
     with _one_thread(), ExitStack() as kept:
         if not settings.keep_ranks:
             kept.callback(launcher.dismiss)
         for trial in trials:
             kept.callback(trial.release_ranks)
         checks = [check for check in exercise.checks if not wanted or check.name in wanted]
-        known = _ends_until_one_fails(checks, trials, launcher, settings.layouts_at_a_time)
+        known = _ends_until_one_fails(checks, trials, launcher, settings.layouts_at_a_time, tell_once)
         for check in checks:
             ended = sum(r.verdict not in (Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED) for r in reports)
             if ended >= ENDINGS_UNTIL_SKIP:
@@ -152,6 +163,7 @@ def grade_exercise(
             else:
                 report = _run_check(check, trials, known, ask_more=all(report.holds for report in reports))
             reports.append(report)
+            tell_once(report)
     verdict = combine([report.verdict for report in reports])
     seconds = time.monotonic() - began
     return ExerciseReport(
@@ -187,7 +199,7 @@ def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tupl
 
 
 def _ends_until_one_fails(
-    checks: Sequence[Check], trials: Sequence[Trial], launcher: Launcher, at_a_time: int
+    checks: Sequence[Check], trials: Sequence[Trial], launcher: Launcher, at_a_time: int, tell: Tell
 ) -> Ends:
     """Try the checks in several layouts at a time; once something fails, one after the other is quicker."""
     ends: Ends = {}
@@ -196,6 +208,9 @@ def _ends_until_one_fails(
         for check in checks:
             if check.layouts(trial.layout) and not any(ends.values()):
                 ends[check.name, trial.layout] = _try(check, trial)
+                fitting = [(check.name, each.layout) for each in trials if check.layouts(each.layout)]
+                if all(place in ends and ends[place] is None for place in fitting):
+                    tell(CheckReport(check.name, check.sentence, Verdict.PASSED))
 
     if at_a_time > 1:
         for _ in side_by_side(go_through, trials, at_a_time, launcher):

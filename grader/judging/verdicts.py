@@ -116,6 +116,11 @@ class ExerciseReport:
     notes: tuple[str, ...] = field(default=())
     """What was left out, such as world sizes that this machine has no GPUs for."""
 
+    @property
+    def failed(self) -> list[CheckReport]:
+        """Its checks that do not hold."""
+        return [check for check in self.checks if not check.holds]
+
 
 def combine(verdicts: list[Verdict]) -> Verdict:
     """An exercise's verdict from those of its checks: the first that is worst."""

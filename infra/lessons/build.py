@@ -45,17 +45,17 @@ def build_lesson(lesson: Lesson, *, execute: bool = True, force: bool = False, s
     """
     repository = derived.read_repository(lesson.root)
     label = f"{lesson.number} {lesson.slug}"
-    learner = notebooks.learner_notebook(lesson, repository)
     if is_edited(lesson.learner_notebook) and not force:
         path = lesson.learner_notebook
         raise EditedError(
             f"{path}: edited since it was built, so it is left alone. Keep a copy of it elsewhere, "
             "then build with FORCE=1"
         )
-    changed = notebooks.write(learner, lesson.learner_notebook)
-    say(f"{label}: learner's notebook {'written' if changed else 'up to date'}")
     if execute:
         build_solved(lesson, repository, force=force, say=say)
+    learner = notebooks.learner_notebook(lesson, repository)
+    changed = notebooks.write(learner, lesson.learner_notebook)
+    say(f"{label}: learner's notebook {'written' if changed else 'up to date'}")
 
 
 def build_solved(lesson: Lesson, repository: Repository, *, force: bool, say: Say) -> None:

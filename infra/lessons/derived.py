@@ -2,8 +2,11 @@
 
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from infra.lessons.source import Lesson
 
@@ -72,14 +75,27 @@ def readme_text(root: Path, lessons: list[Lesson]) -> str:
 
 
 def table_of_lessons(root: Path, lessons: list[Lesson]) -> str:
-    """A row a lesson: number, title with its summary, what the learner builds, where it opens."""
+    """A row a lesson: number, title with its summary, how long and how hard it is, where it opens.
+
+    What is planned stands between them, without links.
+    """
     repository = read_repository(root)
-    rows = ["| | lesson | you build | |", "| --- | --- | --- | --- |"]
+    rows = dict(planned_rows(root))
     for lesson in lessons:
         notebook = lesson.learner_notebook.relative_to(root)
         solved = lesson.solved_notebook.relative_to(root)
-        builds = ", ".join(f"`{cell.exercise}`" for cell in lesson.cells if cell.exercise)
         links = f"[Colab]({repository.colab_link(notebook)}) · [solved]({solved.as_posix()})"
         title = f"**[{lesson.title}]({notebook.as_posix()})**<br>{lesson.summary}".replace("|", "\\|")
-        rows.append(f"| {lesson.number} | {title} | {builds} | {links} |")
-    return "\n".join(rows)
+        takes = f"{lesson.front.hours}<br>{lesson.front.hardest}" if lesson.front else ""
+        rows[lesson.number] = f"| {lesson.number} | {title} | {len(lesson.exercises)} | {takes} | {links} |"
+    head = ["| | lesson | exercises | takes | |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *(rows[number] for number in sorted(rows))])
+
+
+def planned_rows(root: Path) -> Iterator[tuple[str, str]]:
+    """Number and row of each lesson of lessons/planned.yaml."""
+    path = root / "lessons" / "planned.yaml"
+    for number, (title, summary) in (
+        yaml.safe_load(path.read_text(encoding="utf-8")).items() if path.exists() else ()
+    ):
+        yield number, f"| {number} | *{title}*<br>*{summary}* | | *planned* | |"

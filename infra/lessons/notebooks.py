@@ -1,5 +1,6 @@
 """Makes the two notebooks of a lesson: the learner's, and the solved one before it is executed."""
 
+import ast
 import hashlib
 import json
 from pathlib import Path
@@ -11,11 +12,16 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from infra.lessons.derived import Repository
 from infra.lessons.source import Cell, Lesson
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 METADATA = "scale_by_hand"
 """Key of what the builder writes down for itself in a notebook's metadata."""
 
+FOLDED = "# @title "
+"""How a cell begins that is folded: in JupyterLab by its metadata, on Colab as a form with this title."""
+
 COLAB_CELL = """\
-# On Google Colab this fetches the course and what it needs. Anywhere else it does nothing.
+# @title On Google Colab this fetches the course and what it needs. Anywhere else it does nothing.
 import sys
 
 if "google.colab" in sys.modules:
@@ -37,8 +43,10 @@ if "google.colab" in sys.modules:
 
 
 def learner_notebook(lesson: Lesson, repository: Repository) -> NotebookNode:
-    """Stubs in the exercise cells, no outputs."""
+    """Stubs in the exercise cells. What needs no exercise has its output from the solved notebook."""
     notebook = _notebook(lesson, repository, solved=False)
+    if lesson.solved_notebook.exists():
+        show_what_needs_no_exercise(notebook, nbformat.read(lesson.solved_notebook, as_version=4))
     notebook.metadata[METADATA] = {"lesson": lesson.slug, "cells": digest_of_cells(notebook)}
     return notebook
 
@@ -65,6 +73,26 @@ def digest_of_sources(lesson: Lesson) -> dict[str, str]:
     files = beside | {lesson.solution_path.name: lesson.solution_path}
     digests = {name: _digest(path.read_bytes()) for name, path in files.items() if path.exists()}
     return {"code of lesson.md": _digest(json.dumps(code).encode()), **digests}
+
+
+def show_what_needs_no_exercise(notebook: NotebookNode, solved: NotebookNode) -> None:
+    """Give the cells that use no exercise, nor what another cell made with one, their outputs.
+
+    What answers a question of the page (the tag "answer", or a use of `guess`) is not shown before.
+    """
+    outputs = {cell.source: cell.outputs for cell in solved.cells if cell.cell_type == "code"}
+    unsolved = {cell.metadata["exercise"] for cell in notebook.cells if "exercise" in cell.metadata}
+    unsolved.add("guess")
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or "exercise" in cell.metadata or "check" in cell.metadata:
+            continue
+        nodes = list(ast.walk(ast.parse(cell.source)))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        if unsolved & {name.id for name in names} or "answer" in cell.metadata.get("tags", ()):
+            unsolved |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            unsolved |= {node.name for node in nodes if isinstance(node, _DEFINITIONS)}
+        else:
+            cell.outputs = outputs.get(cell.source, [])
 
 
 def executed_code(notebook: NotebookNode) -> list[str]:
@@ -111,7 +139,8 @@ def _notebook(lesson: Lesson, repository: Repository, *, solved: bool) -> Notebo
             nodes.append(_code(_id_of(cell), cell.source, tags=list(cell.tags)))
         else:
             title = f"# {lesson.title}\n"
-            source = f"{cell.source}\n".replace(title, f"{title}\n{badge}\n", not nodes).rstrip("\n")
+            below = f"{title}\n{badge}\n{_what_it_takes(lesson)}"
+            source = f"{cell.source}\n".replace(title, below, not nodes).rstrip("\n")
             nodes.append(_with_id(new_markdown_cell(source), _id_of(cell)))
     _make_ids_unique(nodes)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -127,14 +156,40 @@ def _exercise_cells(lesson: Lesson, cell: Cell, *, solved: bool) -> list[Noteboo
     source = exercise.answer if solved else cell.source or exercise.stub
     tags = list(cell.tags)
     return [
+        *_heading(lesson, exercise.name),
         _code(f"exercise-{exercise.name}"[:60], source, tags=tags, exercise=exercise.name),
         _code(f"check-{exercise.name}"[:60], f"check({exercise.name})", check=exercise.name),
     ]
 
 
+def _what_it_takes(lesson: Lesson) -> str:
+    """A line below the title: minutes, and the lessons that come before."""
+    if lesson.front is None:
+        return ""
+    told = f"About {lesson.front.reading} minutes to read and {lesson.front.building} to build."
+    folders = sorted(folder.name for folder in lesson.folder.parent.glob("[0-9][0-9]_*"))
+    before = [name[:2] for name in folders if name[3:] in lesson.front.needs]
+    if before:
+        many = len(before) > 1
+        told += (
+            f" {'Lessons' if many else 'Lesson'} {' and '.join(before)} {'come' if many else 'comes'} before."
+        )
+    return f"\n*{told}*\n"
+
+
+def _heading(lesson: Lesson, exercise: str) -> list[NotebookNode]:
+    """A line above an exercise: its name, stars and minutes."""
+    if lesson.front is None:
+        return []
+    told = f"**Exercise: `{exercise}`** · {lesson.front.exercises[exercise]}"
+    return [_with_id(new_markdown_cell(told), f"effort-{exercise}"[:60])]
+
+
 def _code(identity: str, source: str, tags: list[str] | None = None, **metadata: str) -> NotebookNode:
     node = new_code_cell(source)
     node.metadata = NotebookNode({**metadata, **({"tags": tags} if tags else {})})
+    if source.startswith(FOLDED):
+        node.metadata |= {"jupyter": {"source_hidden": True}, "cellView": "form"}
     return _with_id(node, identity)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jupytext
 
+from infra.lessons import front
 from infra.lessons.exercises import Exercise, LessonError, read_exercises
 
 FOLDER = re.compile(r"^(\d\d)_(\w+)$")
@@ -67,7 +68,7 @@ class Lesson:
     @cached_property
     def cells(self) -> list[Cell]:
         """The cells of lesson.md, each exercise of the solution once. Raises LessonError."""
-        cells = read_cells(self.text)
+        cells = read_cells(front.without(self.text))
         first = next((cell for cell in cells if cell.kind == "code"), None)
         if first is None or first.exercise or first.tags:
             message = "the first ```python fence must be the setup cell: imports, no tag"
@@ -77,6 +78,11 @@ class Lesson:
             if cell.exercise and cell.source:
                 self._examine_broken_program(cell)
         return cells
+
+    @cached_property
+    def front(self) -> front.Front | None:
+        """What the lesson takes; None where it does not tell. Raises LessonError."""
+        return front.read(self.text_path, self.text, list(self.exercises))
 
     @cached_property
     def exercises(self) -> dict[str, Exercise]:

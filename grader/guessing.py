@@ -1,0 +1,100 @@
+"""Guesses: the learner writes numbers down, and sees them beside what is true."""
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NEAR = 1.1
+"""Up to this factor a guess is right."""
+FAR = 2.0
+"""From this factor on, something was thought of otherwise."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is true of one question."""
+
+    name: str
+    """Of the guess."""
+    question: str
+    value: float
+    unit: str
+    because: str
+    """Where the number comes from, in a few words."""
+
+
+class Guesses:
+    """Numbers that somebody wrote down; `...` is none."""
+
+    def __init__(self, numbers: dict[str, object]) -> None:
+        self.numbers = {name: float(n) for name, n in numbers.items() if _is_number(n)}
+        self.no_numbers = {n: v for n, v in numbers.items() if n not in self.numbers and v not in (..., None)}
+
+    def compare(self, truths: Sequence[Truth]) -> None:
+        """Show each guess, the truth, and the factor between them."""
+        from IPython.display import display
+
+        rows = [(truth, self.numbers.get(truth.name)) for truth in truths]
+        plain = [_plain_row(truth, guess) for truth, guess in rows]
+        display({"text/plain": "\n".join(plain), "text/html": _table(rows)}, raw=True)
+
+
+def guess(**numbers: object) -> Guesses:
+    """Write down what you expect, a number for each name, or `...` if you have no idea. It is not graded."""
+    guesses = Guesses(numbers)
+    for name, value in guesses.no_numbers.items():
+        print(f"{name}={value!r} is no number: it counts as no guess")
+    if not guesses.numbers:
+        print("No guess yet. The next cell runs all the same, but a wrong guess teaches more than none.")
+    return guesses
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def factor(guess: float | None, truth: float) -> str:
+    """How far a guess is from the truth, in words."""
+    if guess is None:
+        return "no guess"
+    if guess == truth:
+        return "exactly"
+    if guess * truth <= 0:
+        return "another sign" if guess * truth < 0 else "not zero" if guess == 0 else "zero"
+    ratio = guess / truth
+    if 1 / NEAR <= ratio <= NEAR:
+        return "right"
+    times = f"{ratio:.1f}" if 0.1 <= ratio < 10 else f"{ratio:.2g}"
+    back = f"{1 / ratio:.1f}" if ratio > 0.1 else f"{1 / ratio:.2g}"
+    return f"{times} times too high" if ratio > 1 else f"{back} times too low"
+
+
+def number(value: float) -> str:
+    """With as many digits as a guess deserves."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _plain_row(truth: Truth, guess: float | None) -> str:
+    yours = "-" if guess is None else number(guess)
+    told = f"{truth.question}: you {yours}, true {number(truth.value)} {truth.unit}"
+    return f"{told} ({factor(guess, truth.value)}). {truth.because}"
+
+
+def _table(rows: Sequence[tuple[Truth, float | None]]) -> str:
+    cells = ["".join(f"<th style='text-align:left'>{h}</th>" for h in ("", "you", "true", "", "because"))]
+    for truth, guess in rows:
+        told = factor(guess, truth.value)
+        color = {"right": "#1a7f37", "exactly": "#1a7f37", "no guess": "#808080"}.get(told, "#cf222e")
+        near = guess is not None and guess * truth.value > 0 and 1 / FAR < guess / truth.value < FAR
+        if near and color == "#cf222e":
+            color = "#9a6700"
+        values = (
+            ("", truth.question),
+            ("font-weight:bold", "-" if guess is None else number(guess)),
+            ("font-weight:bold", f"{number(truth.value)} {truth.unit}"),
+            (f"color:{color}", told),
+            ("", truth.because),
+        )
+        cells.append("".join(f"<td style='text-align:left;{css}'>{html.escape(v)}</td>" for css, v in values))
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"

@@ -1,0 +1,38 @@
+"""Training curves beside that of one rank: what matters is the difference."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
+from lessons.page.look import BLUE, GREEN, ORANGE, PINK, RED, figure
+
+SMALLEST = 1e-8
+"""Where no difference at all is drawn: a logarithm has no zero."""
+
+
+def draw_differences(
+    curves: Mapping[str, Sequence[float]],
+    reference: Sequence[float],
+    *,
+    broken: Sequence[str] = (),
+    name: str = "one rank",
+) -> None:
+    """Left the losses, right how far each is from the reference, on a log axis; broken ones in red."""
+    _, (left, right) = figure(1, 2, figsize=(9.5, 3.4))
+    left.plot(reference, color="black", linewidth=4, alpha=0.25, label=name)
+    good = iter((BLUE, GREEN, PINK, ORANGE))
+    for told, losses in curves.items():
+        style = {"color": RED, "linestyle": "--"} if told in broken else {"color": next(good)}
+        left.plot(losses, label=told, **style)
+        steps = [max(abs(a - b), SMALLEST) for a, b in zip(losses, reference, strict=True)]
+        right.semilogy(steps, marker=".", markersize=4, **style)
+    left.set(xlabel="step", ylabel="loss", title="Loss")
+    left.legend()
+    right.set(xlabel="step", ylim=(SMALLEST / 2, None), title=f"Difference from {name}")
+    right.axhline(SMALLEST, color="black", linewidth=0.5)
+    right.text(0, 1.2 * SMALLEST, "none", fontsize=9)
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    plt.tight_layout()
+    plt.show()
