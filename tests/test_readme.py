@@ -1,5 +1,6 @@
 """The documents say what is true: their commands exist, their links lead somewhere, their examples run."""
 
+import html
 import re
 import shlex
 from pathlib import Path
@@ -11,10 +12,16 @@ from grader import cli
 from grader.judging.course import Lesson
 from grader.judging.submission import read_submission
 from grader.judging.verdicts import Verdict
+from infra import wrong_answer
 from tests.bank import judge
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "infra").rglob("README.md"))]
+FOLDERS = [ROOT / "infra", ROOT / "nanogpt"]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(path for folder in FOLDERS for path in folder.rglob("README.md")),
+]
 WORKFLOWS = sorted((ROOT / "infra" / "ci").glob("*.yml"))
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -65,6 +72,13 @@ def test_every_path_in_a_command_exists(path: Path) -> None:
     for target in re.findall(r"\b(?:lessons|infra|solutions)/\d*\w+(?:/[\w.]+)+", path.read_text()):
         if "slug" not in target:
             assert (ROOT / target).exists(), target
+
+
+def test_the_picture_of_a_wrong_answer_says_what_the_grader_says() -> None:
+    drawn = html.unescape(re.sub(r"<[^>]+>", "", wrong_answer.PICTURE.read_text())).replace("\xa0", " ")
+    told = [line.strip() for line, _ in wrong_answer.report_lines()]
+    assert "likely cause: it is the gradient of the next rank's block: it never came home" in told
+    assert [line for line in told if line not in drawn] == []
 
 
 def test_ci_runs_what_the_readme_tells_a_person_to_run() -> None:

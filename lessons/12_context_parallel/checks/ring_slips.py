@@ -122,7 +122,7 @@ def wrong_journeys(seen: SimpleNamespace, i: int) -> dict[str, list[Tensor]]:
             (whole - seen.shares[r][i])[:, :, w] for r, w in enumerate(seen.where)
         ],
     }
-    for step, told in ((-1, "rank before"), (1, "rank after")):
+    for step, told in ((-1, "previous rank"), (1, "next rank")):
         found[f"what the {told} adds is missing: the last hop?"] = [
             (whole - seen.shares[(r + step) % n][i])[:, :, w] for r, w in enumerate(seen.where)
         ]

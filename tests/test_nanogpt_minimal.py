@@ -1,0 +1,32 @@
+"""The file that people quote: a hundred lines at most, and two ranks learn what one does."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def losses(*start: str) -> list[float]:
+    """The loss of the whole batch at the first step and at the last."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *start, "-m", "nanogpt.minimal"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    return [float(number) for number in re.findall(r"\d+\.\d+", last)]
+
+
+def test_two_ranks_learn_what_one_does() -> None:
+    alone = losses()
+    together = losses("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    assert alone[1] < alone[0] - 1.5
+    assert together == pytest.approx(alone, abs=2e-4)
+
+
+def test_it_is_short() -> None:
+    assert len((ROOT / "nanogpt" / "minimal.py").read_text().splitlines()) <= 100
