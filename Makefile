@@ -9,7 +9,7 @@ JOBS ?= 3
 ARGS ?=
 ENVIRONMENT = python=$$($(PYTHON) -m infra.environment)
 
-.PHONY: help lab grade train test floor lessons bench
+.PHONY: help lab grade train test floor lessons book bench
 
 help:
 	@echo "make lab       open the course in JupyterLab      ARGS='--no-browser' on a remote machine"
@@ -18,6 +18,7 @@ help:
 	@echo "make test      prove the course                   ARGS='-k name', JOBS=3"
 	@echo "make floor     grade the solutions on the oldest torch that the course allows, and on Colab's versions"
 	@echo "make lessons   build the notebooks                LESSON=08, FORCE=1"
+	@echo "make book      build the site of the course       .book/site/index.html"
 	@echo "make bench     measure speed                      BENCH=tests/bench/NAME.py"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with"
 
@@ -41,6 +42,9 @@ floor: # in an environment of its own
 
 lessons:
 	@$(ENVIRONMENT) && "$$python" -m infra.lessons $(LESSON) $(if $(FORCE),--force)
+
+book: # Sphinx is in an environment of its own
+	@$(ENVIRONMENT) && "$$python" -m infra.book
 
 BENCH ?= $(filter-out %/__init__.py,$(sort $(wildcard tests/bench/*.py)))
 bench: # each is a program that prints what it measures
