@@ -237,7 +237,8 @@ def _silent_grader() -> Iterator[None]:
     Its other modules stay importable from their usual place, if it is installed.
     """
     stand_in = ModuleType("grader")
-    stand_in.__dict__.update(check=_nothing, guess=_nothing, run_ranks=_nothing, __path__=[])
+    names = dict.fromkeys(("check", "guess", "own", "run_ranks"), _nothing)
+    stand_in.__dict__.update(names, __path__=[])
     before = sys.modules.get("grader")
     if before is not None:
         stand_in.__path__ = list(getattr(before, "__path__", []))

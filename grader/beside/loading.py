@@ -118,5 +118,5 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _silence_the_grader() -> None:
     """Inside a submission what the course's own cells call does nothing."""
     grader = sys.modules["grader"]
-    for name in ("check", "guess", "run_ranks"):
+    for name in ("check", "guess", "own", "run_ranks"):
         setattr(grader, name, _nothing)
