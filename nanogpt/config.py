@@ -136,6 +136,16 @@ MAY_CHANGE = {
 }
 
 
+# What no loss depends on: a run that differs in nothing else must follow the same curve.
+SAME_CURVE = {*MAY_CHANGE, "parallel", "checkpoint", "accumulate"} - {"max_steps"}
+
+
+def same_curve(one: TrainConfig, other: TrainConfig) -> bool:
+    """Whether two runs must have the same losses, whatever the technique."""
+    names = {field.name for field in dataclasses.fields(TrainConfig)} - SAME_CURVE
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
 def require_same_run(before: TrainConfig, now: TrainConfig) -> None:
     """Raises a ValueError if the options of a resumed run would make it another run."""
     for field in dataclasses.fields(TrainConfig):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanogpt import checkpoint
+from nanogpt import checkpoint, runs
 from nanogpt.config import TrainConfig
 from nanogpt.data import Tokens
 from nanogpt.metrics import (
@@ -243,7 +243,10 @@ class Report:
 
     def __init__(self, trainer: Trainer) -> None:
         config, place = trainer.config, trainer.place
-        self.run_dir = trainer.run_dir
+        self.run_dir, self.config = trainer.run_dir, config
+        ranks = f"{place.num_ranks} rank{'s' * (place.num_ranks > 1)}"
+        told = (config.parallel, config.checkpoint and f"checkpoint {config.checkpoint}", ranks)
+        self.title = ", ".join(filter(None, told))
         self.tokens_per_step = config.batch_size * config.block_size
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         peak = peak_flops_per_second(place.device, dtype) * place.num_ranks
@@ -275,4 +278,10 @@ class Report:
     def close(self) -> None:
         self.bar.close()
         self.metrics.close()
-        draw_loss(read_metrics(self.run_dir / "metrics.jsonl"), self.run_dir / "loss.png")
+        alone = runs.beside(self.run_dir, self.config)
+        draw_loss(
+            read_metrics(self.run_dir / "metrics.jsonl"),
+            self.run_dir / "loss.png",
+            title=self.title,
+            one_rank=read_metrics(alone / "metrics.jsonl") if alone else None,
+        )

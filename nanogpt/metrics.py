@@ -103,19 +103,27 @@ class ProgressBar:
         self.bar.close()
 
 
-def draw_loss(records: list[dict[str, Any]], path: Path) -> None:
-    """The loss curve of a run's records, as a picture."""
+def draw_loss(
+    records: list[dict[str, Any]],
+    path: Path,
+    *,
+    title: str = "",
+    one_rank: list[dict[str, Any]] | None = None,
+) -> None:
+    """The loss curve of a run's records, as a picture; in grey behind it that of the same run on one rank."""
     from matplotlib.figure import Figure  # takes a second to import, and only the end of a run needs it
 
     training = [(record["step"], record["loss"]) for record in records if "loss" in record]
     validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
+    if alone := [(record["step"], record["loss"]) for record in one_rank or [] if "loss" in record]:
+        axes.plot(*zip(*alone, strict=True), linewidth=5, color="0.8", label="the same run on one rank")
     if training:
         axes.plot(*zip(*training, strict=True), linewidth=0.8, label="training")
     if validation:
-        axes.plot(*zip(*validation, strict=True), marker="o", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+        axes.plot(*zip(*validation, strict=True), "o", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.3)
     if training or validation:
         axes.legend()

@@ -1,12 +1,13 @@
 """Folders of runs: naming a new one, finding the last one, and what each says about itself."""
 
+import contextlib
 import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanogpt.config import TrainConfig
+from nanogpt.config import TrainConfig, same_curve
 from nanogpt.model import GPTConfig
 
 RUNS = Path("runs")
@@ -57,6 +58,17 @@ def last_run() -> Path:
     if not found:
         raise ValueError(f"there is no run in {RUNS.resolve()} yet: start one with python -m nanogpt.train")
     return found[-1].parent
+
+
+def beside(folder: Path, config: TrainConfig) -> Path | None:
+    """The last other run in the same folder that trained the same on one rank: its curve is to be met."""
+    found = sorted(folder.parent.glob(f"*/{_CONFIG}"), key=lambda path: path.stat().st_mtime_ns)
+    for path in reversed(found):
+        with contextlib.suppress(ValueError):
+            run = read_run(path.parent)
+            if path.parent != folder and run.train.parallel is None and same_curve(run.train, config):
+                return path.parent
+    return None
 
 
 def new_run(out_dir: Path | None) -> Path:

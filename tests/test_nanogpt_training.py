@@ -21,7 +21,7 @@ from nanogpt import checkpoint, runs, sample
 from nanogpt.config import TrainConfig
 from nanogpt.data import Tokens
 from nanogpt.loop import Place, Techniques, Trainer
-from nanogpt.metrics import MetricsFile, flops_per_token, read_metrics
+from nanogpt.metrics import MetricsFile, draw_loss, flops_per_token, read_metrics
 from nanogpt.model import GPT, Dropout, GPTConfig
 from nanogpt.optimizer import adamw, clip_gradients, learning_rate
 from nanogpt.parallel import Parallel
@@ -297,6 +297,28 @@ def test_flops_per_token_are_palms() -> None:
     config = GPTConfig(vocab_size=50257, bias=False)
     # Published: 874,944,921,600 for forward and backward of 1,024 tokens of GPT-2 124M.
     assert flops_per_token(config, 124_337_664) * 1024 == pytest.approx(874_944_921_600, rel=1e-3)
+
+
+def test_a_run_is_drawn_over_the_same_run_on_one_rank(tmp_path: Path) -> None:
+    def run(name: str, **options: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        runs.Run(folder, TrainConfig(**options), GPTConfig(), "stdlib").write()
+        return folder
+
+    alone = run("alone", max_steps=50)
+    run("longer", max_steps=100)
+    run("other_ranks", max_steps=50, parallel="zero1")
+    run("other_rate", max_steps=50, learning_rate=1.0)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    two = run("two", max_steps=50, parallel="data_parallel", checkpoint="every", accumulate=2)
+    assert runs.beside(two, runs.read_run(two).train) == alone
+    assert runs.beside(alone, runs.read_run(alone).train) is None
+    records = [{"step": step, "loss": 8.0 - step} for step in range(3)]
+    for name, one_rank in (("with", records), ("without", None)):
+        draw_loss(records, tmp_path / f"{name}.png", title="zero1, 2 ranks", one_rank=one_rank)
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 def test_train_and_sample_from_the_command_line(
