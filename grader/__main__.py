@@ -1,6 +1,7 @@
 """`python -m grader` is the `grade` command, as is the script of that name."""
 
 import codecs
+import io
 import sys
 
 PLAIN = {"✓": "+", "✗": "x", "·": ".", "—": "-", "–": "-", "…": "...", "×": "x", "−": "-", "→": "->"}
@@ -18,7 +19,8 @@ def write_what_the_terminal_can_show() -> None:
     """Where the output is ASCII, marks become letters and all else that is not becomes its number."""
     codecs.register_error("plain", _plain)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="plain")  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):  # a notebook's is none, and shows everything
+            stream.reconfigure(errors="plain")
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

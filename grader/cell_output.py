@@ -13,6 +13,7 @@ from grader.report import Lines, check_lines, closing_lines, exercise_lines, hea
 
 COLORS = {"green": "#1a7f37", "red": "#cf222e", "magenta": "#a626a4", "yellow": "#9a6700", "dim": "#808080"}
 """Styles of a terminal as colours that are read on white and on black."""
+HINT = "%run -m grader hint {} (in a cell)"
 EMPTY = {"text/plain": "", "text/html": ""}
 
 
@@ -50,7 +51,7 @@ class Progress:
 def show(report: ExerciseReport, more: Sequence[str] = ()) -> None:
     """Show a report and what more there is to say; in a notebook, passed checks are folded if one failed."""
     last = [(f"  {line}", "dim") for line in more]
-    plain = "\n".join(line for line, _ in [*exercise_lines(report), *last])
+    plain = "\n".join(line for line, _ in [*exercise_lines(report, hint=HINT), *last])
     if not in_notebook():
         print(plain)
         return
@@ -71,7 +72,7 @@ def _folded(report: ExerciseReport) -> str:
         fold = (
             f"<details><summary style='margin-left:2ch;cursor:pointer'>{summary}</summary>{lines}</details>"
         )
-    return as_html([headline(report), *told]) + fold + as_html(closing_lines(report))
+    return as_html([headline(report), *told]) + fold + as_html(closing_lines(report, HINT))
 
 
 def as_html(lines: Lines, tag: str = "div") -> str:

@@ -22,34 +22,41 @@ MARKS = {
     Verdict.GRADER_ERROR: ("!", "yellow"),
     Verdict.SKIPPED: ("-", "dim"),
 }
+FAILURES = (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY)
 WIDTH = 100
 
 Lines = list[tuple[str, str]]
 """Each line with its style, as rich names styles."""
 
 
-def exercise_lines(report: ExerciseReport) -> Lines:
-    """An exercise's report: no time in it, so that equal runs read alike."""
+def exercise_lines(report: ExerciseReport, **how: str) -> Lines:
+    """An exercise's report: no time in it, so that equal runs read alike. `how` is for closing_lines."""
     whole = told_whole(report.failed)
     checks = [line for check in report.checks for line in check_lines(check, whole)]
-    return [headline(report), *checks, *closing_lines(report)]
+    return [headline(report), *checks, *closing_lines(report, **how)]
 
 
 def headline(report: ExerciseReport) -> tuple[str, str]:
-    """The exercise and its verdict."""
-    mark, style = MARKS[report.verdict]
-    summary = f"{report.verdict}" + (f" ({report.message})" if report.message else "")
+    """The exercise and its verdict: of several kinds of failure, that of the one that is told."""
+    told = told_whole(report.failed)
+    verdict = told[0].verdict if told and report.verdict in FAILURES else report.verdict
+    mark, style = MARKS[verdict]
+    summary = f"{verdict}" + (f" ({report.message})" if report.message else "")
     return f"{mark} {report.name}: {summary}", f"bold {style}"
 
 
-def closing_lines(report: ExerciseReport) -> Lines:
-    """What follows the checks: what was not told, what was left out, where to find a hint."""
+def closing_lines(report: ExerciseReport, hint: str = "grade hint {} (in a terminal)") -> Lines:
+    """What follows the checks: what was not told, what was left out, how to ask for a hint."""
     lines = []
+    if any(check.verdict == Verdict.SKIPPED for check in report.checks) and report.failed:
+        lines.append(
+            ("  - was not looked at: too much had ended early, or this machine can not show it", "dim")
+        )
     if len(report.failed) > len(told_whole(report.failed)):
         lines.append(("  of the other ✗ only the titles: they may follow from what is told", "dim"))
     lines += [(f"  note: {note}", "dim") for note in report.notes]
-    if report.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY):
-        lines.append((f"  for a hint: grade hint {report.name} (in a terminal)", "dim"))
+    if report.verdict in FAILURES:
+        lines.append((f"  for a hint: {hint.format(report.name)}", "dim"))
     return lines
 
 

@@ -1,6 +1,8 @@
 """What `check` shows below a cell: lines while it runs, then the report, escaped and folded."""
 
+import nbclient
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook
 
 from grader import cell_output
 from grader.cell_output import EMPTY, Progress, show
@@ -8,7 +10,7 @@ from grader.judging.course import find_exercise
 from grader.judging.judge import Settings, grade_exercise
 from grader.judging.submission import from_cells
 from grader.judging.verdicts import CheckReport, ExerciseReport, Verdict
-from grader.ranks.launcher import shared_launcher
+from grader.ranks.launcher import ROOT, shared_launcher
 from nanogpt.implementation import Cell
 
 PASSED = CheckReport("a", "Sums are right.", Verdict.PASSED)
@@ -74,6 +76,15 @@ def test_what_passed_is_folded_where_something_failed(shown: Shown) -> None:
     assert "Sums are right." in shown.bundles[0]["text/plain"]
 
 
+def test_the_headline_is_the_verdict_of_what_is_told(shown: Shown) -> None:
+    hung = CheckReport("c", "It ends.", Verdict.HUNG, "with 2 ranks", "deadlock")
+    skipped = CheckReport("d", "It ends twice.", Verdict.SKIPPED)
+    show(ExerciseReport("07", "total", Verdict.HUNG, (PASSED, WRONG, hung, skipped)))
+    text = shown.bundles[0]["text/plain"]
+    assert text.splitlines()[0] == "✗ total: wrong"
+    assert "  - was not looked at" in text
+
+
 def test_what_passed_is_open_where_all_did(shown: Shown) -> None:
     show(report(PASSED))
     assert "<details>" not in shown.bundles[0]["text/html"]
@@ -106,3 +117,11 @@ def test_each_check_is_told_of_once_with_what_came_of_it(layouts_at_a_time: int,
     assert sorted(check.name for check in told) == sorted(check.name for check in graded.checks)
     assert {check.name: check.verdict for check in told} == {c.name: c.verdict for c in graded.checks}
     assert (graded.verdict == Verdict.PASSED) == (not edit[0])
+
+
+@pytest.mark.slow
+def test_the_hint_that_is_named_can_be_asked_for_in_a_cell() -> None:
+    notebook = new_notebook(cells=[new_code_cell(cell_output.HINT.format("shard_batch").partition(" (")[0])])
+    nbclient.execute(notebook, cwd=str(ROOT), extra_arguments=["--IPKernelApp.log_level=ERROR"])
+    told = "".join(output.text for output in notebook.cells[0].outputs)
+    assert "grade hint shard_batch 2" in told

@@ -16,11 +16,12 @@ def draw_step_times(config: GPTConfig, tokens: Tokens) -> None:
     """One process: the time of a step grows with the batch."""
     batch_sizes = [4, 8, 16, 32]
     seconds = measures.step_seconds(config, tokens, batch_sizes)
-    speed = batch_sizes[-1] * config.block_size / seconds[-1]
+    speeds = [b * config.block_size / s for b, s in zip(batch_sizes, seconds, strict=True)]
+    speed = speeds[-1]
     _, axes = figure(figsize=(6, 2.8))
     axes.plot(batch_sizes, [1000 * s for s in seconds], "o-", color=BLUE)
     axes.set(xlabel="sequences in the batch", ylabel="milliseconds a step", ylim=0, xticks=batch_sizes)
-    axes.set_title(f"One rank: {speed:,.0f} tokens a second, whatever the batch")
+    axes.set_title(f"One rank: {min(speeds):,.0f} to {max(speeds):,.0f} tokens a second")
     plt.show()
     print(f"A step of 491,520 tokens would take this small model {491_520 / speed / 60:.1f} minutes.")
 
@@ -63,7 +64,7 @@ def draw_drift(distances: list[float]) -> None:
 
 def draw_buckets() -> None:
     """Layers, the buckets that they share, and the order in which these leave."""
-    layers = ["embedding", "block 0", "block 1", "block 2", "block 3", "last norm"]
+    layers = ["embedding,\nand head", "block 0", "block 1", "block 2", "block 3", "last norm"]
     buckets = [("bucket 0", "first", 3, 5, RED), ("bucket 1", "second", 1, 2, ORANGE)]
     buckets.append(("bucket 2", "last", 0, 0, BLUE))
     _, axes = figure(figsize=(9, 2.4))
@@ -72,7 +73,8 @@ def draw_buckets() -> None:
             axes.add_patch(plt.Rectangle((i, 0), 0.92, 0.6, facecolor=color, alpha=0.45, edgecolor="black"))
             axes.text(i + 0.46, 0.3, layers[i], ha="center", va="center")
         axes.plot([a + 0.05, b + 0.87], [-0.15, -0.15], color=color, linewidth=5, solid_capstyle="butt")
-        axes.text((a + b) / 2 + 0.46, -0.35, f"{name}: leaves {order}", ha="center", va="top")
+        left = 0.05 if a == 0 else a + 0.1
+        axes.text(left, -0.35, f"{name}: leaves {order}", ha="left", va="top")
     axes.annotate("", (0.1, 0.95), (5.9, 0.95), arrowprops={"arrowstyle": "->"})
     axes.text(3, 1.05, "backward goes this way", ha="center")
     axes.set(xlim=(-0.1, 6.1), ylim=(-0.8, 1.4))
@@ -97,9 +99,8 @@ def draw_exposed(steps: dict[tuple[str, str], list[Step]]) -> None:
     colors = dict(zip(dict.fromkeys(how for _, how in steps), (ORANGE, BLUE), strict=True))
     widest = 0.0
     for i, (wire, how) in enumerate(steps):
-        mine = [step for (_, other), found in steps.items() if other == how for step in found]
-        compute = min(step.backward for step in mine)  # the wire makes no difference to it
-        exposed = min(step.exposed for step in steps[wire, how])
+        fastest = min(steps[wire, how], key=lambda step: step.end)
+        compute, exposed = fastest.backward, fastest.exposed
         place = i + i // 2 * 0.5
         axes.barh(place, compute, color=COMPUTE)
         axes.barh(place, exposed, left=compute, color=colors[how])

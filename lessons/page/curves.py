@@ -21,9 +21,12 @@ def draw_differences(
     """Left the losses, right how far each is from the reference, on a log axis; broken ones in red."""
     _, (left, right) = figure(1, 2, figsize=(9.5, 3.4))
     left.plot(reference, color="black", linewidth=4, alpha=0.25, label=name)
-    good = iter((BLUE, GREEN, PINK, ORANGE))
+    good, lines = iter((BLUE, ORANGE, GREEN, PINK)), iter(("-", (0, (4, 4)), ":", "-."))
     for told, losses in curves.items():
-        style = {"color": RED, "linestyle": "--"} if told in broken else {"color": next(good)}
+        if told in broken:
+            style = {"color": RED, "linestyle": "--"}
+        else:
+            style = {"color": next(good), "linestyle": next(lines)}
         left.plot(losses, label=told, **style)
         steps = [max(abs(a - b), SMALLEST) for a, b in zip(losses, reference, strict=True)]
         right.semilogy(steps, marker=".", markersize=4, **style)
@@ -31,7 +34,7 @@ def draw_differences(
     left.legend()
     right.set(xlabel="step", ylim=(SMALLEST / 2, None), title=f"Difference from {name}")
     right.axhline(SMALLEST, color="black", linewidth=0.5)
-    right.text(0, 1.2 * SMALLEST, "none", fontsize=9)
+    right.text(1.0, 0.02, "no difference", fontsize=9, ha="right", transform=right.transAxes)
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     plt.tight_layout()

@@ -43,5 +43,5 @@ def draw_timeline(axes: plt.Axes, step: Step, title: str) -> None:
         axes.barh("wire", b - a, left=a, color=WIRE, edgecolor="black", linewidth=0.5)
         free = b
     axes.axvline(step.end, color="black", linestyle=":")
-    axes.set_title(f"{title}: {step.end:.0f} ms a step, {step.exposed:.0f} of them exposed")
+    axes.set_title(f"{title}: {step.end:.0f} ms a step, {step.exposed:.0f} of them waiting after backward")
     axes.invert_yaxis()

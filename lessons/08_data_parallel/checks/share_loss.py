@@ -135,8 +135,7 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         * n,
         "this rank's own mean: the mean of the ranks' means, in which a rank with few targets counts as much "
         "as one with many": [1 / count if count else float("nan") for count in counts],
-        "the sum over all counted targets of all ranks: the mean over ranks makes an n-th of it": [1 / total]
-        * n,
+        "the factor n is missing: the mean over ranks divides by n once more": [1 / total] * n,
         "the sum, not the mean: nothing is divided by the number of targets": [float(n)] * n,
         "this rank's own sum": [1.0] * n,
         "n times the last rank's count stands for the sum of all: is a list of one tensor, n times, gathered "

@@ -55,6 +55,7 @@ def step(rank: Any, seed: int, drifted: bool, weight: float, tokens: Tensor, tar
     before = weights(model)
     with rank.record() as recording:
         wrapped.finish_gradient_synchronization()
+        recording.mark("without gradients")
         with torch.no_grad():
             wrapped(tokens, targets)
         wrapped.finish_gradient_synchronization()
@@ -189,20 +190,29 @@ def weights_change_in_the_optimizer_only(trial: Trial) -> None:
         )
 
 
+NOTHING_TO_FINISH = (
+    ("", "before any pass", "A pass is pending from a forward on, until finish_… ends it: remember which."),
+    (
+        "without gradients",
+        "after a forward under torch.no_grad()",
+        "Such a forward has no backward, and makes nothing pending: torch.is_grad_enabled() tells.",
+    ),
+    ("finished again", "a second time", "A pass is pending until finish_… ends it: forget it there."),
+)
+"""Stretch of the recording, what was done there, the next step."""
+
+
 @check("DataParallel")
 def finish_does_nothing_when_nothing_is_pending(trial: Trial) -> None:
     """finish_gradient_synchronization() before any pass that needs it, or a second time, does nothing."""
     seen = trial.once(observe_step)
-    nothing = "before any pass, and after a forward under torch.no_grad()"
     for r, result in enumerate(seen.results):
-        for when, told in (("", nothing), ("finished again", "a second time")):
+        for when, told, help in NOTHING_TO_FINISH:
             trial.require(
                 result["recording"].count(after=when) == 0,
                 f"called {told}, finish_… communicates",
                 rank=r,
-                help="A forward outside no_sync() makes a pass pending, and finish_… ends it. Remember "
-                "that, on all ranks alike, not which hooks fired: of a module that a rank did not use, "
-                "none does.",
+                help=help,
             )
     for name in seen.expected:
         trial.close(
