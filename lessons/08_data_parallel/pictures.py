@@ -1,5 +1,6 @@
 """The pictures of the lesson, a line each to call."""
 
+import statistics
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -74,10 +75,10 @@ def draw_buckets() -> None:
             axes.text(i + 0.46, 0.3, layers[i], ha="center", va="center")
         axes.plot([a + 0.05, b + 0.87], [-0.15, -0.15], color=color, linewidth=5, solid_capstyle="butt")
         left = 0.05 if a == 0 else a + 0.1
-        axes.text(left, -0.35, f"{name}: leaves {order}", ha="left", va="top")
+        axes.text(left, -0.35, f"{name}:\nleaves {order}", ha="left", va="top")
     axes.annotate("", (0.1, 0.95), (5.9, 0.95), arrowprops={"arrowstyle": "->"})
     axes.text(3, 1.05, "backward goes this way", ha="center")
-    axes.set(xlim=(-0.1, 6.1), ylim=(-0.8, 1.4))
+    axes.set(xlim=(-0.1, 6.1), ylim=(-1.0, 1.4))
     axes.axis("off")
     plt.show()
 
@@ -99,8 +100,8 @@ def draw_exposed(steps: dict[tuple[str, str], list[Step]]) -> None:
     colors = dict(zip(dict.fromkeys(how for _, how in steps), (ORANGE, BLUE), strict=True))
     widest = 0.0
     for i, (wire, how) in enumerate(steps):
-        fastest = min(steps[wire, how], key=lambda step: step.end)
-        compute, exposed = fastest.backward, fastest.exposed
+        compute = statistics.median(step.backward for step in steps[wire, how])
+        exposed = statistics.median(step.exposed for step in steps[wire, how])
         place = i + i // 2 * 0.5
         axes.barh(place, compute, color=COMPUTE)
         axes.barh(place, exposed, left=compute, color=colors[how])

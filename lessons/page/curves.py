@@ -34,7 +34,7 @@ def draw_differences(
     left.legend()
     right.set(xlabel="step", ylim=(SMALLEST / 2, None), title=f"Difference from {name}")
     right.axhline(SMALLEST, color="black", linewidth=0.5)
-    right.text(1.0, 0.02, "no difference", fontsize=9, ha="right", transform=right.transAxes)
+    right.text(1.0, 0.07, "no difference", fontsize=9, ha="right", transform=right.transAxes)
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     plt.tight_layout()
