@@ -24,6 +24,6 @@ def DataParallel(yours: Any) -> None:  # the name of its exercise
     steps = measures.timed_steps(ways, [measures.SLOW], CONFIG)
     pictures.draw_timelines(steps)
     for (_, how), found in steps.items():
-        step = min(found, key=lambda each: each.end)
-        sent = f"{len(step.sent)} all-reduces, {sum(entry['bytes'] for entry in step.sent) / 1e6:.2f} MB"
-        print(f"{how:13} {sent}; after backward {step.exposed:.0f} ms of waiting: can you make it less?")
+        sent = found[-1].sent
+        print(f"{how:13} {len(sent)} all-reduces, {sum(entry['bytes'] for entry in sent) / 1e6:.2f} MB")
+    print("Can you make the waiting after backward shorter than the course's?")
