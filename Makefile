@@ -29,9 +29,10 @@ grade:
 	@$(ENVIRONMENT) && { "$$python" -m grader $(ARGS) || { status=$$?; test $$status -eq 1 || exit $$status; }; }
 
 RANKS ?= 1
-TRAIN = -m torch.distributed.run --nproc-per-node $(RANKS) -m nanogpt.train
-train: # LESSON=08 is for that lesson's notebook as the implementation
-	@$(ENVIRONMENT) && "$$python" $(TRAIN) $(ARGS) \
+TORCHRUN = $(if $(filter-out 1,$(RANKS)),-m torch.distributed.run --nproc-per-node $(RANKS))
+train: # LESSON=08 is for that lesson's notebook as the implementation; ranks have a core each, as torchrun wants it
+	@$(ENVIRONMENT) && $(if $(TORCHRUN),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}) \
+		"$$python" $(TORCHRUN) -m nanogpt.train $(ARGS) \
 		$(if $(LESSON),--implementation $(wildcard lessons/$(LESSON)_*/*.ipynb))
 
 test: # each worker takes the next test when it has ended one; tests wait a good deal, so three fill two cores
