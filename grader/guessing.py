@@ -4,6 +4,8 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from typing import TypeGuard
 
 NEAR = 1.1
 """Up to this factor a guess is right."""
@@ -28,7 +30,7 @@ class Guesses:
     """Numbers that somebody wrote down; `...` is none."""
 
     def __init__(self, numbers: dict[str, object]) -> None:
-        self.numbers = {name: float(n) for name, n in numbers.items() if _is_number(n)}
+        self.numbers = {name: n for name, n in numbers.items() if _is_number(n)}
         self.no_numbers = {n: v for n, v in numbers.items() if n not in self.numbers and v not in (..., None)}
 
     def compare(self, truths: Sequence[Truth]) -> None:
@@ -50,12 +52,18 @@ def guess(**numbers: object) -> Guesses:
     return guesses
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _rounded_like(guess: float, truth: float) -> float:
+    """The truth with as many decimals as the guess was written with: 4 has none, 4.0 has one."""
+    exponent = Decimal(str(guess)).as_tuple().exponent
+    return round(truth, -exponent if isinstance(exponent, int) else 0)
+
+
 def factor(guess: float | None, truth: float) -> str:
-    """How far a guess is from the truth, in words."""
+    """How far a guess is from the truth, in words. It is right if it is the truth rounded to its digits."""
     if guess is None:
         return "no guess"
     if guess == truth:
@@ -63,7 +71,7 @@ def factor(guess: float | None, truth: float) -> str:
     if guess * truth <= 0:
         return "another sign" if guess * truth < 0 else "not zero" if guess == 0 else "zero"
     ratio = guess / truth
-    if 1 / NEAR <= ratio <= NEAR:
+    if 1 / NEAR <= ratio <= NEAR or guess == _rounded_like(guess, truth):
         return "right"
     times = f"{ratio:.1f}" if 0.1 <= ratio < 10 else f"{ratio:.2g}"
     back = f"{1 / ratio:.1f}" if ratio > 0.1 else f"{1 / ratio:.2g}"
@@ -75,9 +83,14 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def said(truth: Truth) -> str:
+    """The number and its unit, if it has one."""
+    return f"{number(truth.value)} {truth.unit}".rstrip()
+
+
 def _plain_row(truth: Truth, guess: float | None) -> str:
     yours = "-" if guess is None else number(guess)
-    told = f"{truth.question}: you {yours}, true {number(truth.value)} {truth.unit}"
+    told = f"{truth.question}: you {yours}, true {said(truth)}"
     return f"{told} ({factor(guess, truth.value)}). {truth.because}"
 
 
@@ -92,7 +105,7 @@ def _table(rows: Sequence[tuple[Truth, float | None]]) -> str:
         values = (
             ("", truth.question),
             ("font-weight:bold", "-" if guess is None else number(guess)),
-            ("font-weight:bold", f"{number(truth.value)} {truth.unit}"),
+            ("font-weight:bold", said(truth)),
             (f"color:{color}", told),
             ("", truth.because),
         )

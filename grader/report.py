@@ -53,7 +53,7 @@ def closing_lines(report: ExerciseReport, hint: str = "grade hint {} (in a termi
             ("  - was not looked at: too much had ended early, or this machine can not show it", "dim")
         )
     if len(report.failed) > len(told_whole(report.failed)):
-        lines.append(("  of the other ✗ only the titles: they may follow from what is told", "dim"))
+        lines.append(("  the other ✗ show only their titles: what is told above may have caused them", "dim"))
     lines += [(f"  note: {note}", "dim") for note in report.notes]
     if report.verdict in FAILURES:
         lines.append((f"  for a hint: {hint.format(report.name)}", "dim"))

@@ -98,7 +98,7 @@ def test_only_the_first_failing_check_gives_advice(file: Path) -> None:
     output = run(file, "--only", "shard_batch", "--ranks", "2").output
     assert output.count("✗") > 2
     assert output.count("next step: ") == 1
-    assert "only the titles" in output
+    assert "only their titles" in output
 
 
 def test_broken_checks_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

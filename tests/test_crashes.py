@@ -72,6 +72,19 @@ def too_far() -> None:
     nn.functional.embedding(torch.tensor([7]), torch.ones(3, 2))
 
 
+def endless() -> None:
+    endless()
+
+
+class Saves(torch.autograd.Function):
+    """Hands a number to save_for_backward."""
+
+    @staticmethod
+    def forward(ctx, x, number):
+        ctx.save_for_backward(x, number)
+        return x.clone()
+
+
 def viewed() -> None:
     torch.ones(2, 3).T.view(6)
 
@@ -87,6 +100,8 @@ WORDS = {
     of_two_dtypes: "two dtypes",
     too_far: "a row is looked up that is not there",
     viewed: "one piece of memory",
+    endless: "leads back to itself",
+    lambda: Saves.apply(torch.ones(2, requires_grad=True), 3): "tensors and None alone",
     lambda: Wider.apply(torch.ones(2, requires_grad=True)).sum().backward(): "shape of forward's input",
     lambda: Longer.apply(torch.ones(2, requires_grad=True)).sum().backward(): "one value for each argument",
 }
@@ -94,10 +109,21 @@ WORDS = {
 
 @pytest.mark.parametrize(("fail", "words"), WORDS.items(), ids=WORDS.values())
 def test_torchs_words_are_known(fail, words: str) -> None:
-    with pytest.raises((RuntimeError, IndexError)) as error:
+    with pytest.raises((RuntimeError, IndexError, TypeError)) as error:
         fail()
     cause, step = why_crashed(error.type.__name__, str(error.value), (), (), 2)
     assert words in cause and step
+
+
+def test_without_ranks_none_is_spoken_of() -> None:
+    message = "mat1 and mat2 shapes cannot be multiplied (364x37 and 148x37)"
+    assert "this rank's part" in why_crashed("RuntimeError", message, (), (), 2)[1]
+    assert why_crashed("RuntimeError", message, (), (), 0) == (
+        "",
+        "The input of a product is 37 wide, and the matrix takes 148.",
+    )
+    cause, step = why_crashed("IndexError", "index out of range in self", (), (), 0)
+    assert "a row is looked up" in cause and "rank" not in step
 
 
 def test_none_is_a_missing_gradient_only_where_a_gradient_is_read() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from grader import run_ranks
 from grader.judging.stories import ending
 from grader.judging.verdicts import Verdict
+from grader.ranks.gloos_words import without_gloos_places
 from grader.ranks.launcher import Code, Launcher, Limits, shared_launcher
 from tests.attempts import FORWARD, grade, look, twisted
 
@@ -129,6 +130,81 @@ def test_a_message_that_nobody_waits_for_is_told_in_seconds() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 had returned.*did not wait for its isend"):
         run_ranks(send_and_forget, ranks=2)
     assert time.monotonic() - began < 25
+
+
+@pytest.mark.parametrize("waits_twice", ["isend", "irecv"])
+def test_a_second_wait_for_a_message_is_told_at_once_and_by_its_lines(waits_twice: str) -> None:
+    def wait_twice() -> None:
+        group = dist.group.WORLD
+        tensor, other = torch.ones(30), 1 - group.rank()
+        call = "isend" if group.rank() == 0 else "irecv"
+        peer = {"group_dst" if call == "isend" else "group_src": other}
+        work = getattr(dist, call)(tensor, group=group, **peer)
+        work.wait()
+        if call == waits_twice:
+            work.wait()
+
+    shared_launcher().warm_up()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"calls wait\(\) a second time") as told:
+        run_ranks(wait_twice, ranks=2)
+    words = " ".join(str(told.value).split())
+    assert f"on the work of one {waits_twice}, which would never return" in words
+    assert words.count("`work.wait()`") == 2  # where it stands, and the one before
+    assert f"the {waits_twice} was waited for before, in" in words
+    assert "deadlock" not in words
+    assert time.monotonic() - began < 5  # no silence is waited for
+
+
+def test_whoever_asks_first_or_waits_for_a_collective_twice_may_wait() -> None:
+    def ask_and_wait() -> None:
+        group = dist.group.WORLD
+        tensor = torch.ones(30)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work.wait()
+        work.wait()
+        call, peer = (dist.irecv, "group_src") if group.rank() else (dist.isend, "group_dst")
+        work = call(tensor, group=group, **{peer: 1 - group.rank()})
+        work.is_completed()
+        work.wait()
+        work.is_completed()
+
+    assert run_ranks(ask_and_wait, ranks=2) == [None, None]
+
+
+def test_a_message_that_does_not_fit_is_told_without_the_lines_of_gloo(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def send_too_much() -> None:
+        group = dist.group.WORLD
+        if group.rank() == 0:
+            dist.send(torch.ones(20), group=group, group_dst=1)
+        else:
+            dist.recv(torch.empty(10), group=group, group_src=0)
+
+    with pytest.raises(RuntimeError, match="rank 0 called send of 20 float32 to rank 1") as told:
+        run_ranks(send_too_much, ranks=2)
+    shown = " ".join((str(told.value) + capsys.readouterr().out).split())
+    assert "rank 1 called recv of 10 float32 from rank 0" in shown
+    assert "[rank 1] gloo: 80 bytes arrived where 40 were expected" in shown
+    assert "pair.cc" not in shown
+    assert "terminate called" not in shown
+
+
+def test_what_gloo_found_stays() -> None:
+    closed = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    )
+    assert without_gloos_places(closed) == "gloo: Connection closed by peer [127.0.0.1]:1"
+    other = (
+        "mine\nterminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+    )
+    assert without_gloos_places(other) == other
+    enforced = (
+        "mine\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [enforce fail at /x/gloo/gloo/transport/tcp/unbound_buffer.cc:12] a > b. \nlast\n"
+    )
+    assert without_gloos_places(enforced) == "mine\ngloo: a > b. \nlast\n"
 
 
 def test_waiting_is_not_computing_however_many_wait() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from grader import own, own_work, run_ranks
 from grader.judging.course import Lesson, find_exercise
+from grader.judging.submission import from_cells
 from grader.ranks.launcher import ROOT
+from nanogpt.implementation import Cell
 
 
 def ring(function, numbers: list[float]) -> list[float]:
@@ -82,3 +84,8 @@ def test_no_notebook_is_no_obstacle(
 def test_a_name_that_is_none_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="the course has no exercise 'ring'"):
         own("ring")
+
+
+def test_what_is_fetched_is_no_answer() -> None:
+    cells = (Cell("cell 1", 'DataParallel = own("DataParallel")\nshard_batch = len'),)
+    assert from_cells(Path("mine.ipynb"), cells).definitions.keys() == {"shard_batch"}

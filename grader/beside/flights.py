@@ -88,7 +88,23 @@ class Flight:
     event: Event
     fills: list[Stretch]
     sends: list[Stretch]
+    ends_once: bool = False
+    """A message of gloo's: a second wait() for it never returns."""
     told: bool = False
+    ended_at: tuple[str, int] | None = None
+    """File and line of the wait() that has returned."""
+
+
+class WaitedTwiceError(RuntimeError):
+    """A second wait() for a message that is over, which would stand still for ever."""
+
+    def __init__(self, flight: Flight) -> None:
+        super().__init__(f"wait() a second time for one {flight.event.describe()}")
+        self.flight = flight
+
+    def told(self) -> dict[str, Any]:
+        """The message, and the file and line of the wait() that returned, as plain data."""
+        return {"event": vars(self.flight.event), "first": self.flight.ended_at}
 
 
 class Flights:
@@ -127,7 +143,9 @@ class Flights:
             return
         sends, fills = _buffers(func._opname, args, event)
         handle = dist.Work.unbox(handles[0])
-        key, flight = id(handle), Flight(event, fills, sends)
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(args[:1]))
+        flight = Flight(event, fills, sends, event.kind in ("send", "recv") and on_cpu)
+        key = id(handle)
         # The caller is handed this same object as long as it lives, and a handle that is dropped must go: so
         # it lives as long as the frame of torch that was asked for it.
         caller.f_locals["handle of the recorder"] = handle
@@ -140,13 +158,29 @@ class Flights:
         self._by_handle.pop(key, None)
         self._references.pop(key, None)
 
-    def waited(self, handle: Any) -> None:
-        """Its buffers are the learner's again."""
+    def waited(self, handle: Any, blocks: bool = False) -> None:
+        """Its buffers are the learner's again.
+
+        Args:
+            blocks: whether it is a wait(), which returns when the message is over.
+
+        Raises:
+            WaitedTwiceError: it would never return.
+        """
         flight = self._by_handle.get(id(handle))
         if flight is None:
             self._strangers += 1
-        elif flight in self._aloft:
+            return
+        if blocks and flight.ended_at is not None:
+            raise WaitedTwiceError(flight)
+        if flight in self._aloft:
             self._aloft.remove(flight)
+
+    def ended(self, handle: Any) -> None:
+        """See that a wait() has returned."""
+        flight = self._by_handle.get(id(handle))
+        if flight is not None and flight.ends_once and flight.ended_at is None:
+            flight.ended_at = self._place()
 
     def _tell(self, flight: Flight, use: str) -> None:
         flight.told = True

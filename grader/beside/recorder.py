@@ -165,9 +165,9 @@ class Recorder(TorchDispatchMode):
         if self._window is not None:
             self._window.add(event)
 
-    def saw_wait(self, handle: Any) -> None:
+    def saw_wait(self, handle: Any, blocks: bool) -> None:
         """Count that somebody asked a handle, such as `isend` returns, for its end."""
-        self.flights.waited(handle)
+        self.flights.waited(handle, blocks)
         if self._window is not None:
             self._window.saw_wait()
 
@@ -270,6 +270,7 @@ class Window:
 
     def saw_wait(self) -> None:
         self._recording.totals[self.mark_name].waits += 1
+        self._recording.waited_after.append(len(self._recording.events))
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, event: Event | None, index: int) -> None:
         """Count one operation that has just run."""
@@ -378,6 +379,8 @@ def watch_backends(present: Callable[[], Recorder]) -> None:
 def watch_handles(present: Callable[[], Recorder]) -> None:
     """Count how often a handle is asked for its end: one that nobody asks is a bug, and leaves no trace.
 
+    A message whose end is waited for twice is one as well, and would be a deadlock.
+
     Once in a process; `present` gives the recorder of the run that goes on.
     """
 
@@ -385,8 +388,11 @@ def watch_handles(present: Callable[[], Recorder]) -> None:
         original = getattr(dist.Work, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            present().saw_wait(self)
-            return original(self, *args, **kwargs)
+            present().saw_wait(self, name == "wait")
+            answer = original(self, *args, **kwargs)
+            if name == "wait":
+                present().flights.ended(self)
+            return answer
 
         return call
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grader.beside.flights import WaitedTwiceError
 from grader.beside.loading import LENT, LoadError, error_text, load_submission
 from grader.beside.recorder import Recorder, Window, watch_backends, watch_handles
 from grader.beside.tampering import Guard, RefusedError
@@ -259,4 +260,5 @@ def _describe(error: BaseException) -> dict[str, Any]:
     except AttributeError:
         notes = []
     told = [str(note) for note in notes if type(note) is str]
-    return {"type": str(kind), "message": error_text(error), "frames": frames[-40:], "notes": told[:3]}
+    plain_error = {"type": str(kind), "message": error_text(error), "frames": frames[-40:], "notes": told[:3]}
+    return plain_error | ({"waited_twice": error.told()} if type(error) is WaitedTwiceError else {})

@@ -13,6 +13,17 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "A submission can not count on the network: there is none where it is graded.",
     ),
     (
+        r"^RecursionError",
+        "a call leads back to itself, and so on without end",
+        "Does a new forward call the very module that it was given to? Call what the module's forward was "
+        "before: `inside = block.forward`, and then `inside(x)` where `block(x)` stands.",
+    ),
+    (
+        r"save_for_backward can only save",
+        "ctx.save_for_backward was handed something that is no tensor: it takes tensors and None alone",
+        "Numbers, words and lists are kept as attributes: ctx.others = ...",
+    ),
+    (
         r"cannot register a hook on a tensor that doesn't require grad",
         "it hooks a frozen parameter: one with requires_grad=False gets no gradient, and takes no hook",
         "Leave out what has requires_grad False.",
@@ -84,6 +95,14 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
 )
 
 
+_WITHOUT_RANKS = {
+    "a row is looked up that is not there": "Is it -1, which is ignored, or a number beyond the last row?",
+    "a tensor that backward needs was changed in place after it had been used": "Work on a new tensor, or on "
+    "a clone: `x = x + y` where `x += y` stands.",
+}
+"""The next step after a cause, for an exercise that knows of no ranks."""
+
+
 _SENDS_TO_ITSELF = re.compile(r"Pair is not connected")
 _NONE = re.compile(r"'?NoneType'?")
 _GRADIENT = re.compile(r"\.grad\b")
@@ -127,7 +146,7 @@ def why_crashed(
         kind: the class of the exception.
         places: the lines of the learner's code that it went through, the last one last.
         notes: what the check has seen of it (`BaseException.add_note`), which goes before what words tell.
-        num_ranks: size of the group.
+        num_ranks: size of the group; 0 where the exercise knows of no ranks.
     """
     if notes:
         return notes[0], ""
@@ -137,9 +156,11 @@ def why_crashed(
         cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"
         return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."
     if sizes := _SIZES.search(message):
+        if num_ranks == 0:
+            return "", "The input of a product is {} wide, and the matrix takes {}.".format(*sizes.groups())
         return _times_too_wide(*map(int, sizes.groups()))
     said = f"{kind}: {message}"
     for words, cause, step in _KNOWN:
         if re.search(words, said, re.IGNORECASE | re.MULTILINE):
-            return cause, step
+            return cause, step if num_ranks else _WITHOUT_RANKS.get(cause, step)
     return "", ""

@@ -112,11 +112,24 @@ def compare_answers(
     if tolerance == 0.0 and (value := whole(first.given)) is not None:
         message += f", so {abs(value - first.true):,} too {'many' if value > first.true else 'few'}"
     message += f". Wrong for {len(wrong)} of {len(asked)} calls." if len(asked) > 1 else "."
-    cause = explain_answers(answers, asked, key, slips, alterations or {}, tolerance)
-    trial.wrong(message, asked=help, cause=cause)
+    named = named_cause(answers, asked, key, slips, alterations or {}, tolerance)
+    trial.wrong(message, asked="" if named else help, cause=named or _by_formula(answers, asked, tolerance))
 
 
 def explain_answers(
+    answers: Answers,
+    asked: Sequence[Answer],
+    key: str = "",
+    slips: Slips = lambda *_: {},
+    alterations: Alterations | None = None,
+    tolerance: float = 0.0,
+) -> str:
+    """The first known way to be wrong that gives every answer, or else by what all of them are off."""
+    named = named_cause(answers, asked, key, slips, alterations, tolerance)
+    return named or _by_formula(answers, asked, tolerance)
+
+
+def named_cause(
     answers: Answers,
     asked: Sequence[Answer],
     key: str = "",
@@ -157,6 +170,11 @@ def explain_answers(
         return "the same number for different arguments: compute it from them"
     if all(any(same(answer.given, true, tolerance) for true in answer.earlier) for answer in wrong):
         return "these are answers to earlier calls: something is remembered between calls"
+    return ""
+
+
+def _by_formula(answers: Answers, asked: Sequence[Answer], tolerance: float) -> str:
+    """By which factor or term all answers are off, if it is one."""
     return _factor(asked, tolerance) or _term(answers, asked, tolerance)
 
 

@@ -16,10 +16,15 @@ _CONNECTION = re.compile(r"connection (reset|closed|refused)|socket timeout|brok
 _MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate", re.IGNORECASE)
 
 
-def ending(report: RunReport, locate: Locate, limits: Limits, group: Sequence[int]) -> CheckEnded | None:
-    """How a run's end reads to the learner; None when every rank answered and all agreed."""
+def ending(
+    report: RunReport, locate: Locate, limits: Limits, group: Sequence[int], alone: bool = False
+) -> CheckEnded | None:
+    """How a run's end reads to the learner; None when every rank answered and all agreed.
+
+    `alone`: the exercise knows of no ranks, so none is spoken of.
+    """
     ranks = [report.ranks[r] for r in group]
-    name = _Names(group)
+    name = _Names(group, alone)
     if report.ended == "complete":
         return disagreement(ranks, locate, name)
     forged = [r for r, rank in enumerate(ranks) if rank.status == "forged"]
@@ -27,19 +32,19 @@ def ending(report: RunReport, locate: Locate, limits: Limits, group: Sequence[in
         reason = (ranks[forged[0]].error or {}).get("message", "")
         return CheckEnded(
             Verdict.REFUSED,
-            f"the submission wrote to the grader's result channel on rank {forged[0]}",
+            f"the submission wrote to the grader's result channel {name.on(forged[0])}".rstrip(),
             reason,
         )
     if report.ended == "memory":
         return CheckEnded(
             Verdict.OUT_OF_MEMORY,
-            f"the ranks together took more than {limits.memory_bytes / 2**30:.1f} GiB and were stopped",
+            f"{name.together} took more than {limits.memory_bytes / 2**30:.1f} GiB and {name.were} stopped",
             help="Is something kept that grows with every step, or is a loop without end?",
         )
     if report.ended == "processes":
-        return CheckEnded(Verdict.REFUSED, f"the ranks started more than {limits.max_processes} processes")
+        return CheckEnded(Verdict.REFUSED, f"{name.all} started more than {limits.max_processes} processes")
     if report.ended == "threads":
-        return CheckEnded(Verdict.REFUSED, f"the ranks started more than {limits.max_threads} threads")
+        return CheckEnded(Verdict.REFUSED, f"{name.all} started more than {limits.max_threads} threads")
     if report.ended == "lost":
         return CheckEnded(
             Verdict.REFUSED,
@@ -57,8 +62,20 @@ def ending(report: RunReport, locate: Locate, limits: Limits, group: Sequence[in
 
 
 class _Names:
-    def __init__(self, group: Sequence[int]) -> None:
+    """What ranks are called: by their number in the group, or "it" where there are none to speak of."""
+
+    def __init__(self, group: Sequence[int], alone: bool) -> None:
         self.group = tuple(group)
+        self.alone = alone
+        self.all, self.together, self.were = (
+            ("it", "it", "was") if alone else ("the ranks", "the ranks together", "were")
+        )
+
+    def who(self, r: int) -> str:
+        return "it" if self.alone else f"rank {r}"
+
+    def on(self, r: int) -> str:
+        return "" if self.alone else f"on rank {r} "
 
     def rank(self, world_rank: int) -> int:
         return self.group.index(world_rank) if world_rank in self.group else world_rank
@@ -74,9 +91,9 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
     first = ranks[failed[0]]
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    parted = disagreement(ranks, locate, name)
+    parted = disagreement(ranks, locate, name) or _misfit(ranks, locate)
     if first.status == "dead":
-        return _dead(failed[0], first, ranks, locate, parted)
+        return _dead(name.who(failed[0]), first, locate, parted)
     error = first.error or {}
     if error.get("machine"):
         return CheckEnded(Verdict.GRADER_ERROR, str(error.get("message")))
@@ -89,9 +106,11 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
             f"the submission can not be graded: {message}",
             help="Remove that, and grade again.",
         )
+    if error.get("waited_twice"):
+        return _waits_twice(failed[0], error, locate)
     if kind == "NotPlainError":
         return CheckEnded(
-            Verdict.WRONG, f"on rank {failed[0]} it gave something that is no tensor or number: {message}"
+            Verdict.WRONG, f"{name.on(failed[0])}it gave something that is no tensor or number: {message}"
         )
     if kind == "NotImplementedError":
         return CheckEnded(
@@ -99,12 +118,12 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         )
     if _MEMORY.search(message) or kind in ("MemoryError", "OutOfMemoryError"):
         return CheckEnded(
-            Verdict.OUT_OF_MEMORY, f"rank {failed[0]} ran out of memory: {_first_line(message) or kind}"
+            Verdict.OUT_OF_MEMORY, f"{name.who(failed[0])} ran out of memory: {_first_line(message) or kind}"
         )
     if "'NoneType' object" in message and not _places(error, locate):
         return CheckEnded(
             Verdict.WRONG,
-            f"on rank {failed[0]} it gave None where a value is needed",
+            f"{name.on(failed[0])}it gave None where a value is needed",
             "is the `return` missing?",
         )
     if parted and _is_echo(first):
@@ -114,24 +133,22 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
     if kind in ("AttributeError", "TypeError", "IndexError", "KeyError") and not places:
         return CheckEnded(
             Verdict.WRONG,
-            f"rank {failed[0]}{others} returned something that the check can not use: {raised}",
+            f"{name.who(failed[0])}{others} returned something that the check can not use: {raised}",
             help="Look at the docstring: what must come out?",
         )
     return CheckEnded(
         Verdict.CRASHED,
-        f"rank {failed[0]}{others} raised {raised}",
-        *why_crashed(kind, message, places, error.get("notes", ()), len(ranks)),
+        f"{name.who(failed[0])}{others} raised {raised}",
+        *why_crashed(kind, message, places, error.get("notes", ()), 0 if name.alone else len(ranks)),
         details=places,
     )
 
 
-def _dead(
-    rank: int, report: RankReport, ranks: Sequence[RankReport], locate: Locate, parted: CheckEnded | None
-) -> CheckEnded:
+def _dead(who: str, report: RankReport, locate: Locate, parted: CheckEnded | None) -> CheckEnded:
     if parted:
         return CheckEnded(
             Verdict.CRASHED,
-            f"rank {rank} was aborted: {parted.message}",
+            f"{who} was aborted: {parted.message}",
             parted.cause,
             parted.help,
             parted.details,
@@ -144,10 +161,45 @@ def _dead(
     )
     return CheckEnded(
         Verdict.CRASHED,
-        f"rank {rank} {how} before it had given its result",
+        f"{who} {how} before it had given its result",
         help="Leaving the process is not passing: every rank must return." if code == 0 else "",
         details=tuple(line for line in (last, *output) if line),
     )
+
+
+def _waits_twice(rank: int, error: dict, locate: Locate) -> CheckEnded:
+    """A second wait() for a message: gloo would never return from it, so it was stopped."""
+    event, file, line = error["waited_twice"]
+    call = {"send": "isend", "recv": "irecv"}[event.kind]
+    places = _places(error, locate)
+    here = f" ({places[-1].removeprefix('at ')})" if places else ""
+    first = locate(file, line) if file else ""
+    return CheckEnded(
+        Verdict.HUNG,
+        f"rank {rank} calls wait() a second time{here} on the work of one {call}, which would never return: "
+        f"{_event(event, locate)}",
+        f"the {call} was waited for before, in {first}"
+        if first
+        else f"the {call} was waited for before: its message is over",
+        help=f"Call wait() once on each work that {call} returns: a message ends once. A list of works is "
+        "emptied when they have been waited for, and a variable set to None.",
+        details=places[:-1],
+    )
+
+
+def _misfit(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """The first message that is longer than the tensor it was received into: gloo ends the process."""
+    receives = _messages(ranks, "recv")
+    for (r, peer), events in _messages(ranks, "send").items():
+        for sent, received in zip(events, receives.get((r, peer), []), strict=False):
+            if sent.num_bytes > received.num_bytes:
+                return CheckEnded(
+                    Verdict.WRONG,
+                    f"rank {r} called {_event(sent, locate)}, and rank {peer} called "
+                    f"{_event(received, locate)}: the message does not fit in",
+                    help="Both sides of a message need tensors of the same size and dtype.",
+                )
+    return None
 
 
 def _is_echo(rank: RankReport) -> bool:
@@ -157,12 +209,12 @@ def _is_echo(rank: RankReport) -> bool:
 def _hang(
     ended: str, ranks: Sequence[RankReport], locate: Locate, limits: Limits, name: _Names
 ) -> CheckEnded:
-    places = tuple(f"rank {r} {_standing(rank, locate)}" for r, rank in enumerate(ranks))
+    places = tuple(f"{name.who(r)} {_standing(rank, locate)}" for r, rank in enumerate(ranks))
     busy = ended == "timeout"
     if busy:
-        what = f"the ranks had not finished after {limits.timeout:g} seconds and were stopped"
+        what = f"{name.all} had not finished after {limits.timeout:g} seconds and {name.were} stopped"
     else:
-        what = f"deadlock: no rank moved for {limits.idle:g} seconds"
+        what = f"deadlock: {'nothing' if name.alone else 'no rank'} moved for {limits.idle:g} seconds"
     parted = _outside(ranks, locate, name) or disagreement(ranks, locate, name) or _unmatched(ranks, locate)
     if parted:
         return CheckEnded(Verdict.HUNG, f"{what}; {parted.message}", parted.cause, parted.help, places)
@@ -170,7 +222,7 @@ def _hang(
         Verdict.HUNG,
         what,
         help="Is there a loop that does not end? `grade --timeout` allows more seconds."
-        if busy
+        if busy or name.alone
         else "Every rank must reach every collective of its group, in the same order.",
         details=places,
     )
@@ -304,7 +356,7 @@ def _why_not_received(
     for (source, r), events in receives.items():
         if r == peer and len(events) > len(sends.get((source, r), [])):
             cause = f"rank {peer} waits for a message from rank {source}, who sends it none"
-            return cause, "A send and its receive must name each other: who is whose neighbour?"
+            return cause, "A send and its receive must name each other: who sends to whom?"
     stuck = all(
         rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
     )
@@ -360,6 +412,9 @@ def _event(event: Event, locate: Locate) -> str:
 
 def _places(error: dict, locate: Locate) -> tuple[str, ...]:
     places = [locate(str(file), int(line or 0)) for file, line, _ in error.get("frames", [])]
+    if error.get("type") == "RecursionError":  # the circle, and not where it happened to be cut
+        times = Counter(places)
+        places = [place for place in places if times[place] > 1] or places
     return tuple(dict.fromkeys(f"at {place}" for place in places if place))[-3:]
 
 

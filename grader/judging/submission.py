@@ -134,6 +134,8 @@ def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.name, node
+            case ast.Assign(value=ast.Call(func=ast.Name(id="own"))):
+                pass  # another lesson's exercise is fetched, not answered
             case ast.Assign() | ast.AnnAssign():
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:

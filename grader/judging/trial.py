@@ -329,7 +329,7 @@ class Trial:
         for r, rank in enumerate(group):
             self._evidence.races += [(r, race) for race in report.ranks[rank].races]
             self._evidence.events += [(r, event) for event in report.ranks[rank].events]
-        trouble = ending(report, self._locate, limits, group)
+        trouble = ending(report, self._locate, limits, group, alone=not self._distributed)
         if trouble is not None:
             raise trouble
         return [report.ranks[r].result for r in group]

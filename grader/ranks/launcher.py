@@ -21,6 +21,7 @@ from grader.ranks.by_value import function_by_value
 from grader.ranks.event_log import events_in
 from grader.ranks.faults import WHAT_TO_DO, CannotGradeError
 from grader.ranks.frames import receive_frame, send_frame
+from grader.ranks.gloos_words import without_gloos_places
 from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
 from grader.ranks.leftovers import MARK, kill_marked
 from grader.ranks.limits import Limits
@@ -435,6 +436,7 @@ def _preloaded() -> list[tuple[str, int]]:
 def _read_rank(state: dict[str, Any], answer: Answer, token: bytes) -> RankReport:
     """What a rank sent, as plain data. Whatever is not in the grader's own form counts as forged."""
     report, record = RankReport(**state), answer.record
+    report.output = without_gloos_places(report.output)
     try:
         report.events = [Event.from_plain(json.loads(event)) for event in events_in(answer.events)]
         if report.status not in ("done", "failed"):
@@ -454,12 +456,19 @@ def _read_rank(state: dict[str, Any], answer: Answer, token: bytes) -> RankRepor
 
 def _error(fields: Any) -> dict[str, Any]:
     frames = [(str(file), int(line or 0), str(name)) for file, line, name in fields.get("frames", [])]
+    twice = fields.get("waited_twice")
+    if twice is not None:
+        file, line = twice["first"]
+        twice = Event.from_plain(twice["event"]), str(file), int(line)
+        if twice[0].kind not in ("send", "recv"):
+            raise ValueError("not a message")
     return {
         "type": str(fields["type"]),
-        "message": str(fields["message"]),
+        "message": without_gloos_places(str(fields["message"])),
         "frames": frames,
         "notes": [str(note)[:500] for note in fields.get("notes", [])][:3],
         "machine": fields.get("machine") is True,
+        "waited_twice": twice,  # the message, and the file and line of the wait() that returned
     }
 
 

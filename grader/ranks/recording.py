@@ -121,6 +121,8 @@ class Recording:
     events: list[Event] = field(default_factory=list)
     totals: dict[str, Totals] = field(default_factory=lambda: {"": Totals()})
     """By the name of the mark that opened the stretch, "" for the first."""
+    waited_after: list[int] = field(default_factory=list)
+    """For each handle that was waited for, in order: how many events had been started by then."""
     saved_bytes: int = 0
     """Distinct storages that autograd kept for backward, without parameters and buffers."""
     alive_at: dict[str, int] = field(default_factory=dict)
