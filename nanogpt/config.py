@@ -84,9 +84,9 @@ class TrainConfig:
     """Steps between checkpoints; there is one after the last step."""
 
     parallel: str | None = None
-    """Technique for several ranks, such as data_parallel or tensor_parallel; start with torchrun."""
+    """Technique for several ranks, which torchrun starts; or several: data_parallel=2+tensor_parallel=2."""
     implementation: str = "solutions"
-    """Whose techniques: solutions, torch (PyTorch's own), or the path of a notebook or .py file."""
+    """Whose techniques: solutions, torch (PyTorch's own), lessons (your notebooks), or the path of a file."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:

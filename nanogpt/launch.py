@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, its default arguments would hold the group until Python ends
 
 from nanogpt.config import TrainConfig
 from nanogpt.loop import Place

@@ -16,6 +16,7 @@ from nanogpt.data import Tokens
 from nanogpt.metrics import (
     MetricsFile,
     ProgressBar,
+    doubt,
     draw_loss,
     flops_per_token,
     peak_flops_per_second,
@@ -249,7 +250,8 @@ class Report:
         self.title = ", ".join(filter(None, told))
         self.tokens_per_step = config.batch_size * config.block_size
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        peak = peak_flops_per_second(place.device, dtype) * place.num_ranks
+        self.peak = peak = peak_flops_per_second(place.device, dtype) * place.num_ranks
+        self.doubted = False
         self.mfu_per_token_per_second = flops_per_token(trainer.model_config, trainer.num_parameters) / peak
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl", after_step=trainer.step)
         self.bar = ProgressBar(trainer.step, config.max_steps, shown=True)
@@ -269,6 +271,9 @@ class Report:
             step=step, loss=loss, gradient_norm=norm, learning_rate=rate, tokens_per_second=speed, mfu=mfu
         )
         self.bar.update(loss=loss, tokens_per_second=speed, mfu=mfu)
+        if mfu > 1 and not self.doubted:
+            self.doubted = True
+            self.bar.say(doubt(step, mfu, self.peak))
 
     def validation(self, step: int, loss: float) -> None:
         self.metrics.write(step=step, validation_loss=loss)

@@ -27,6 +27,10 @@ _PEAK_FLOPS_PER_SECOND = {
 }
 
 
+_ENOUGH_PRODUCTS, _MOST_PRODUCTS = 8, 60
+"""A peak is found when so many products in a row were no faster: what else runs on the machine slows some."""
+
+
 def flops_per_token(config: GPTConfig, num_parameters: int) -> float:
     """Forward and backward of one token: 6 per weight, and 12·L·h·s for attention over a full row.
 
@@ -46,12 +50,25 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
                 return peak
     size = 8192 if device.type == "cuda" else 1024
     a = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(5):
+    best, since = float("inf"), 0
+    for _ in range(_MOST_PRODUCTS):
         start = time.perf_counter()
         (a @ a)[0, 0].item()
-        best = min(best, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        since = 0 if seconds < 0.99 * best else since + 1
+        best = min(best, seconds)
+        if since == _ENOUGH_PRODUCTS:
+            break
     return 2 * size**3 / best
+
+
+def doubt(step: int, mfu: float, peak: float) -> str:
+    """What is said of an MFU above 100%, which no machine has."""
+    return (
+        f"step {step}: MFU {mfu:.0%} is no MFU: nothing is faster than its peak. The peak, {peak / 1e9:,.0f} "
+        "GFLOP/s, was measured when this run began, while something else ran on the machine. Compare tokens "
+        "a second, or start the run again when the machine is quiet."
+    )
 
 
 class MetricsFile:

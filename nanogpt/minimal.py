@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, its default arguments would hold the group until Python ends
 
 from nanogpt.data import load_tokens
 from nanogpt.model import GPT, GPTConfig

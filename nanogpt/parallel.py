@@ -4,11 +4,12 @@ The loop holds one `Parallel`, and calls its methods at the moments where ranks 
 The base class is training on one rank: it does nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanogpt.config import TrainConfig
@@ -39,6 +40,11 @@ class Parallel(Technique):
     seed + r, so plain dropout differs between ranks; where masks must agree, set `Dropout.generator`
     (the state of every module's `generator` is kept in checkpoints).
     """
+
+    axis: Literal["data", "context", "tensor"] = "data"
+    """What its ranks share out: sequences, the tokens of each sequence, or every layer (see `Combined`)."""
+    clips_by_name: bool = True
+    """Whether gradients are clipped where their parameters' names are known."""
 
     def __init__(self, implementation: Implementation | None = None, group: Group | None = None) -> None:
         """`implementation` None asks for PyTorch's own version of the technique."""
@@ -95,6 +101,10 @@ class Parallel(Technique):
         """
         return clip_gradients(module.parameters(), max_norm)
 
+    def cuts(self, name: str) -> bool:
+        """Whether a rank has only a part of the parameter `name` of the module that was built."""
+        return False
+
     def mean_loss(self, loss: Tensor) -> Tensor:
         """The loss of the global batch, a detached scalar, from the weighed loss of this rank's share.
 
@@ -104,9 +114,42 @@ class Parallel(Technique):
 
     def whole_state_dict(self, module: nn.Module) -> Mapping[str, Tensor]:
         """The dense weights under GPT's names, the same on every rank."""
-        return module.state_dict()
+        return self.whole(module.state_dict())
+
+    def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The dense weights, from those that a GPT has after `wrap` has cut its layers."""
+        return weights
 
     def num_shares(self, num_ranks: int) -> int:
         """Into how many parts `share` cuts the batch."""
         rows = torch.zeros(num_ranks, 1)
         return num_ranks // max(1, self.share(rows).size(0))
+
+
+@torch.no_grad()
+def clip_parts(module: nn.Module, max_norm: float, axes: Sequence[Parallel]) -> Tensor:
+    """`clip_gradients` where a rank may have parts: what an axis `cuts` is added up over its group.
+
+    What no axis cuts is the same on all ranks, and counts once.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    axes = [axis for axis in axes if any(map(axis.cuts, names))]
+    gradients = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
+    device = next(module.parameters()).device
+    squares = torch.zeros([2] * len(axes), device=device)  # one index an axis: 1 where it cuts
+    for name, gradient in gradients:
+        squares[tuple(int(axis.cuts(name)) for axis in axes)] += gradient.float().square().sum()
+    for number, axis in enumerate(axes):
+        cut = squares.select(number, 1).clone()
+        dist.all_reduce(cut, group=axis.group)
+        squares.select(number, 1).copy_(cut)
+    norm = squares.sum().sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, gradient in gradients:
+        gradient.mul_(scale)
+    return norm
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a DTensor; another tensor is its own."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

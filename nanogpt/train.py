@@ -11,18 +11,20 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch.distributed as dist
 import tyro
 
-from nanogpt import launch, runs, tokenizer
+from nanogpt import combined, launch, runs, tokenizer
 from nanogpt.config import TrainConfig, require_same_run
 from nanogpt.cores import keep_to_quota
 from nanogpt.data import Tokens, load_tokens
 from nanogpt.implementation import load_implementation, require
 from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.memory import keep_freed_memory
-from nanogpt.technique import Implementation, Technique, find_technique
+from nanogpt.technique import Implementation, find_technique
+from nanogpt.unfinished import fill_in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,33 +75,66 @@ def read_options(arguments: Sequence[str], *, quiet: bool) -> TrainConfig:
 def techniques(config: TrainConfig, place: Place) -> Techniques:
     """The techniques that the options name, by whom they name.
 
-    Exercises that the file does not define come from the course; a line says which.
-
     Raises:
         ValueError: there is none of that name, or the file does not define what it needs.
     """
-    wanted = {"PARALLEL": config.parallel, "CHECKPOINT": config.checkpoint}
-    if config.accumulate > 1:
-        wanted["ACCUMULATE"] = "accumulate"
-    found = {table: find_technique(table, name) for table, name in wanted.items() if name is not None}
-    theirs: Implementation | None = None
-    if found and config.implementation not in ("solutions", "torch"):
-        theirs = load_implementation(config.implementation)
-        names = vars(theirs).keys()
-        has = [table for table, (adapter, _) in found.items() if names & set(adapter.exercises)]
-    chosen: dict[str, Technique] = {}
-    for table, (adapter, solution) in found.items():
-        implementation = None if config.implementation == "torch" else solution
-        if theirs is not None and (table in has or not has):
-            implementation = theirs
+    sizes = {} if config.parallel is None else combined.read_sizes(config.parallel, place.num_ranks)
+    ways = {name: find_technique("PARALLEL", name) for name in sizes}
+    others = {"CHECKPOINT": config.checkpoint, "ACCUMULATE": "accumulate" if config.accumulate > 1 else None}
+    found = {table: find_technique(table, name) for table, name in others.items() if name is not None}
+    whose = implementations(config.implementation, [*ways.values(), *found.values()], tell=place.rank == 0)
+    chosen = {table.lower(): adapter(whose[adapter]) for table, (adapter, _) in found.items()}
+    if ways:
+        by_name = {name: (adapter, whose[adapter]) for name, (adapter, _) in ways.items()}
+        chosen["parallel"] = combined.on_axes(sizes, by_name, place.device.type)
+    return Techniques(**chosen)
+
+
+def implementations(
+    named: str, found: Sequence[tuple[type, ModuleType]], *, tell: bool
+) -> dict[type, Implementation | None]:
+    """By whom each adapter's technique is; `found` has the course's own beside it. None is PyTorch's.
+
+    Exercises that a person's file does not define, or has not finished, come from the course: a line says so.
+
+    Raises:
+        ValueError: a file can not be read, or does not define what a technique needs.
+    """
+    if named in ("solutions", "torch"):
+        return {adapter: None if named == "torch" else solution for adapter, solution in found}
+    files = {adapter: lesson_of(solution) if named == "lessons" else named for adapter, solution in found}
+    theirs = {file: load_implementation(file) for file in dict.fromkeys(files.values())}
+    has = [each for each, _ in found if vars(theirs[files[each]]).keys() & set(each.exercises)]
+    whose: dict[type, Implementation | None] = {}
+    for adapter, solution in found:
+        lent: Sequence[str] = adapter.exercises
+        whose[adapter] = solution
+        if adapter in has or not has:
+            whose[adapter] = file = theirs[files[adapter]]
             for name in adapter.exercises:
-                require(theirs, name)
-        elif theirs is not None and place.rank == 0:
-            missing = " and ".join(adapter.exercises)
-            print(f"{config.implementation} has no {missing}: the course's own is used")
-        group = (dist.group.WORLD,) if table == "PARALLEL" else ()
-        chosen[table] = adapter(implementation, *group)
-    return Techniques(**{table.lower(): technique for table, technique in chosen.items()})
+                require(file, name)
+            lent = fill_in(file, solution)
+        if tell:
+            yours = [name for name in adapter.exercises if name not in lent]
+            print(f"yours: {', '.join(yours) or 'nothing yet'}", flush=True)
+        if tell and lent:
+            print(f"the course's own, as {files[adapter]} has none yet: {', '.join(lent)}")
+    return whose
+
+
+def lesson_of(solution: ModuleType) -> str:
+    """The learner's notebook of the lesson that a module of the course solves.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    slug = solution.__name__.rpartition(".")[2]
+    found = sorted(Path("lessons").glob(f"*_{slug}/{slug}.ipynb"))
+    if not found:
+        raise ValueError(
+            f"--implementation lessons: there is no lessons/*_{slug}/{slug}.ipynb in {Path.cwd()}"
+        )
+    return str(found[0])
 
 
 def tokens_of(config: TrainConfig, place: Place) -> Tokens:

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from nanogpt.config import TrainConfig
 from nanogpt.model import GPT
 from nanogpt.optimizer import adamw
-from nanogpt.parallel import Parallel
+from nanogpt.parallel import Parallel, clip_parts
 
 
 class Clip:
@@ -105,6 +105,7 @@ class Zero1Training(ZeroTraining):
     """`--parallel zero1`: whole weights and gradients on each rank, a share of the optimizer's state."""
 
     exercises = ("ShardedOptimizer",)
+    clips_by_name = False
 
     def wrap(self, model: GPT) -> nn.Module:
         """The model itself: its gradients stay each rank's own until the optimizer's step."""
@@ -217,12 +218,11 @@ class Zero3Training(ZeroTraining):
         """The norm is that of all ranks' shards."""
         if self.implementation is None:
             return super().clip_gradients(module, max_norm)
-        clip = Clip(self.group)
-        clip.max_norm = max_norm
-        shards = list(module.parameters())
-        gradients = [shard.grad for shard in shards if shard.grad is not None]
-        clip([g.to_local() if isinstance(g, DTensor) else g for g in gradients], shards[0].device)
-        return clip.norm
+        return clip_parts(module, max_norm, [self])
+
+    def cuts(self, name: str) -> bool:
+        """Every rank has a shard of everything."""
+        return True
 
     def whole_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """Gathered from all ranks."""

@@ -4,18 +4,18 @@
 (`torch.distributed.tensor.parallel`); otherwise `tensor_parallelize` of the implementation does it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nanogpt.model import GPT, Dropout, GPTConfig
-from nanogpt.parallel import Parallel
+from nanogpt.parallel import Parallel, clip_parts, local
 from nanogpt.technique import Checkpointing
 
 CUT_DIMS = {
@@ -29,6 +29,8 @@ CUT_DIMS = {
     "mlp.c_proj.weight": 1,
 }
 """End of a parameter's name → the dimension along which it is cut. All others are replicated."""
+TABLE, HEAD = "transformer.wte.weight", "lm_head.weight"
+"""The two names of one matrix."""
 
 
 def cut_dim(name: str) -> int | None:
@@ -95,6 +97,7 @@ class TensorParallelTraining(Parallel):
     """`--parallel tensor_parallel`: the whole batch on every rank, a slice of every matrix."""
 
     exercises = ("tensor_parallelize",)
+    axis = "tensor"
 
     def check(self, config: GPTConfig, num_ranks: int) -> None:
         """Heads must divide over the ranks."""
@@ -111,34 +114,31 @@ class TensorParallelTraining(Parallel):
             return parallelize_with_dtensor(model, self.group)
         return self.implementation.tensor_parallelize(model, self.group)
 
-    @torch.no_grad()
     def clip_gradients(self, module: nn.Module, max_norm: float) -> Tensor:
         """Shards count on every rank, what is replicated counts once."""
-        squares = torch.zeros(2, device=next(module.parameters()).device)  # replicated, cut
-        gradients = [
-            (name, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
-            for name, p in module.named_parameters()
-            if p.grad is not None
-        ]
-        for name, gradient in gradients:
-            squares[int(cut_dim(name) is not None)] += gradient.float().pow(2).sum()
-        dist.all_reduce(squares[1:], group=self.group)
-        norm = squares.sum().sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for _, gradient in gradients:
-            gradient.mul_(scale)
-        return norm
+        return clip_parts(module, max_norm, [self])
+
+    def cuts(self, name: str) -> bool:
+        """Matrices, and the biases that go with a part of the outputs."""
+        return cut_dim(name) is not None
 
     @torch.no_grad()
     def whole_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """Of the parameters alone: buffers that a cut layer may have are no weights."""
+        return self.whole(dict(module.named_parameters()))
+
+    def whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gathers every shard; q, k and v of c_attn, which lie by rank, are put back in GPT's order.
 
         Raises:
             ValueError: a parameter does not have the shape of a shard.
         """
-        whole = {name: self._whole(name, tensor) for name, tensor in _parameters(module)}
-        if "transformer.wte.weight" in whole:
-            whole["lm_head.weight"] = whole["transformer.wte.weight"]
+        own = {name: local(tensor) for name, tensor in weights.items()}
+        if TABLE in own:
+            own.pop(HEAD, None)  # gathered once
+        whole = {name: self._whole(name, tensor) for name, tensor in own.items()}
+        if TABLE in whole:
+            whole[HEAD] = whole[TABLE]
         return whole
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -165,12 +165,6 @@ class TensorParallelTraining(Parallel):
         shards = [torch.empty_like(padded) for _ in range(n)]
         dist.all_gather(shards, padded, group=self.group)
         return [shard.narrow(dim, 0, int(size)) for shard, size in zip(shards, sizes, strict=True)]
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and this rank's tensors, a tied one once."""
-    for name, parameter in module.named_parameters():
-        yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 PARALLEL: dict[str, type[Parallel]] = {"tensor_parallel": TensorParallelTraining}

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from grader import run_ranks
 from nanogpt.model import GPT, FusedAttention, GPTConfig
+from nanogpt.parallel import Parallel
 from nanogpt.technique import Checkpointing, find_technique
 from solutions import context_parallel
-from solutions.context_parallel_training import ContextParallelTraining
+from solutions.context_parallel_training import ContextParallelTraining, UlyssesTraining
 
-CONFIG = GPTConfig(block_size=24, vocab_size=31, n_layer=2, n_head=2, n_embd=16)
+CONFIG = GPTConfig(block_size=24, vocab_size=31, n_layer=2, n_head=6, n_embd=48)
 
 
 def lend_the_cpus_kernel() -> None:
@@ -45,7 +46,9 @@ def lend_the_cpus_kernel() -> None:
     FusedAttention.forward = core
 
 
-def train_beside_dense(implementation: ModuleType | None, steps: int = 3) -> dict:
+def train_beside_dense(
+    implementation: ModuleType | None, technique: type[Parallel] = ContextParallelTraining, steps: int = 3
+) -> dict:
     """Trains a dense GPT and one on parts of the sequence on the same batches; the largest differences."""
     torch.manual_seed(1)
     dense = GPT(CONFIG)
@@ -61,7 +64,7 @@ def train_beside_dense(implementation: ModuleType | None, steps: int = 3) -> dic
         sgd[0].zero_grad()
     if implementation is None:
         lend_the_cpus_kernel()
-    training = ContextParallelTraining(implementation, dist.group.WORLD)
+    training = technique(implementation, dist.group.WORLD)
     module = training.build(model, Checkpointing())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -78,9 +81,13 @@ def train_beside_dense(implementation: ModuleType | None, steps: int = 3) -> dic
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("implementation", [context_parallel, None], ids=["by hand", "PyTorch"])
-def test_trains_as_the_dense_model(implementation: ModuleType | None, ranks: int) -> None:
-    for result in run_ranks(train_beside_dense, implementation, ranks=ranks):
+@pytest.mark.parametrize(
+    "way",
+    [(context_parallel,), (None,), (context_parallel, UlyssesTraining)],
+    ids=["by hand", "PyTorch", "Ulysses"],
+)
+def test_trains_as_the_dense_model(way: tuple, ranks: int) -> None:
+    for result in run_ranks(train_beside_dense, *way, ranks=ranks):
         assert result["losses"] < 1e-5
         assert result["weights"] < 1e-5
 
@@ -104,11 +111,16 @@ def refusals() -> list[str]:
     attention = Checkpointing()
     attention.recomputes = "attention"
     by_hand = ContextParallelTraining(context_parallel, group)
+    by_heads = UlyssesTraining(context_parallel, group)
     told = []
     for refused in (
         lambda: ContextParallelTraining(None, group).check(CONFIG, 2),
         lambda: by_hand.check(CONFIG, 5),
         lambda: by_hand.build(GPT(CONFIG), attention),
+        lambda: UlyssesTraining(None, group).check(CONFIG, 2),
+        lambda: by_heads.check(CONFIG, 4),
+        lambda: by_heads.check(CONFIG, 5),
+        lambda: by_heads.build(GPT(CONFIG), attention),
     ):
         try:
             refused()
@@ -118,11 +130,17 @@ def refusals() -> list[str]:
 
 
 def test_what_does_not_go_is_refused_with_a_sentence() -> None:
-    on_cpu, length, checkpointing = run_ranks(refusals, ranks=2)[0]
+    on_cpu, length, checkpointing, *of_ulysses = run_ranks(refusals, ranks=2)[0]
     assert "needs CUDA" in on_cpu
     assert "block_size=24 does not divide by 10" in length
     assert "keeps no scores" in checkpointing
+    nowhere, heads, tokens, checkpointing = of_ulysses
+    assert "has no --implementation torch" in nowhere
+    assert "n_head=6 does not divide by 4" in heads
+    assert "block_size=24 does not divide by 5" in tokens
+    assert "attention is one function" in checkpointing
 
 
 def test_the_loop_finds_it() -> None:
     assert find_technique("PARALLEL", "context_parallel") == (ContextParallelTraining, context_parallel)
+    assert find_technique("PARALLEL", "ulysses") == (UlyssesTraining, context_parallel)

@@ -1,11 +1,13 @@
 """Reading a person's notebook or `.py` file."""
 
 from pathlib import Path
+from types import ModuleType
 
 import nbformat
 import pytest
 
 from nanogpt.implementation import load_implementation, read_cells, require, without_magics
+from nanogpt.unfinished import fill_in
 
 
 def notebook(path: Path, *sources: str | tuple[str, list[str]]) -> Path:
@@ -124,3 +126,45 @@ def test_helpers_beside_the_file_and_dataclasses(tmp_path: Path) -> None:
         "@dataclass\nclass Pair:\n    left: 'int' = value\n"
     )
     assert load_implementation(tmp_path / "a.py").Pair().left == 5
+
+
+def test_what_is_not_written_yet_is_lent(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        """
+from contextlib import contextmanager
+
+def unwritten(x):
+    "With a docstring."
+    raise NotImplementedError("about 1 line")
+
+def written(x):
+    if x is None:
+        raise NotImplementedError
+    return 10 * unwritten(x)
+
+class Half:
+    @staticmethod
+    def ready():
+        return unwritten(1)
+
+    @property
+    def rest(self):
+        raise NotImplementedError
+
+class Managing:
+    @contextmanager
+    def managed(self):
+        raise NotImplementedError("about 3 lines")
+
+def of_no_exercise():
+    raise NotImplementedError
+"""
+    )
+    ours = ModuleType("ours")
+    ours.__dict__.update(unwritten=lambda x: x + 1, written=None, Half="half", Managing="managing")
+    mine = load_implementation(tmp_path / "mine.py")
+    assert fill_in(mine, ours) == ["unwritten", "Half", "Managing"]
+    assert mine.written(1) == 20
+    assert (mine.Half, mine.Managing) == ("half", "managing")
+    with pytest.raises(NotImplementedError):
+        mine.of_no_exercise()

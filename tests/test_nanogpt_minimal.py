@@ -30,3 +30,18 @@ def test_two_ranks_learn_what_one_does() -> None:
 
 def test_it_is_short() -> None:
     assert len((ROOT / "nanogpt" / "minimal.py").read_text().splitlines()) <= 100
+
+
+ENDS = """
+import pathlib, nanogpt.minimal
+nanogpt.minimal.NUM_STEPS = 1
+nanogpt.minimal.main()
+print(sorted({path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the names of threads")
+def test_its_group_ends_with_all_its_threads() -> None:
+    """One that outlives it may hold a tensor when Python ends, which aborts the process (PyTorch 190489)."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "gloo" not in done.stdout.splitlines()[-1]

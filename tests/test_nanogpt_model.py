@@ -29,8 +29,9 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-WITH_RANKS = {"launch.py", "train.py", "minimal.py"}
-"""Programs, which start and end a process group; the model and the loop know nothing of it."""
+WITH_RANKS = {"launch.py", "ranks.py", "train.py", "minimal.py", "parallel.py", "combined.py"}
+"""Programs, which start and end a process group, and techniques on several ranks; the model and the loop know
+nothing of either."""
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)

@@ -131,20 +131,32 @@ def test_two_ranks_with_a_learners_notebook_learn_what_one_rank_learns(tmp_path:
         "--accumulate", "2", "--out-dir", str(tmp_path / "two"), cache=cache,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "yours: DataParallel, shard_batch"
     torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4, atol=0)
     assert done.stdout.count("parameters") == 1  # rank 0 alone prints
     assert len(list((tmp_path / "two").glob("checkpoints/step-00000008/rank-*.pt"))) == 2
 
 
-def test_unfinished_exercise_is_one_sentence_from_one_rank(tmp_path: Path, cache: Path) -> None:
+def test_an_exercise_that_is_not_written_comes_from_the_course(tmp_path: Path, cache: Path) -> None:
     path = learners_notebook(tmp_path / "mine.ipynb", 'raise NotImplementedError("about 3 lines")')
+    done = torchrun("--parallel", "data_parallel", "--implementation", str(path), cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == [
+        "yours: shard_batch",
+        f"the course's own, as {path} has none yet: DataParallel",
+    ]
+
+
+def test_unfinished_exercise_is_one_sentence_from_one_rank(tmp_path: Path, cache: Path) -> None:
+    body = f"{AVERAGE}\n        raise NotImplementedError('one line')"
+    path = learners_notebook(tmp_path / "mine.ipynb", body)
     done = torchrun("--parallel", "data_parallel", "--implementation", str(path), cache=cache)
     said = [line for line in done.stderr.splitlines() if "is not finished" in line]
     assert len(said) == 1
     assert said[0].startswith(
         "error: the exercise finish_gradient_synchronization in mine.ipynb, cell 4, line"
     )
-    assert said[0].endswith("is not finished (about 3 lines)")
+    assert said[0].endswith("is not finished (one line)")
     assert "exitcode  : 2" in done.stderr
 
 
@@ -194,3 +206,26 @@ def test_what_cannot_be_trained_is_one_sentence(
     assert told.startswith("error: ")
     assert told.count("\n") == 1
     assert says in told
+
+
+def on_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m", "nanogpt.ranks", "--nproc-per-node", "2", *arguments]
+    return subprocess.run(start, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_mistake_is_the_last_thing_that_ranks_say() -> None:
+    done = on_ranks("-m", "nanogpt.train", "--parallel", "data_paralel")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: --parallel data_paralel: no such technique")
+    assert "torch" not in done.stderr
+
+
+def test_a_rank_that_was_ended_from_outside_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, time\n"
+        "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(60)\n"
+    )
+    done = on_ranks(str(program))
+    assert done.returncode == 1
+    assert done.stderr == "error: rank 1 was ended from outside, by SIGKILL\n"

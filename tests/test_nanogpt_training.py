@@ -21,7 +21,7 @@ from nanogpt import checkpoint, runs, sample
 from nanogpt.config import TrainConfig
 from nanogpt.data import Tokens
 from nanogpt.loop import Place, Techniques, Trainer
-from nanogpt.metrics import MetricsFile, draw_loss, flops_per_token, read_metrics
+from nanogpt.metrics import MetricsFile, draw_loss, flops_per_token, peak_flops_per_second, read_metrics
 from nanogpt.model import GPT, Dropout, GPTConfig
 from nanogpt.optimizer import adamw, clip_gradients, learning_rate
 from nanogpt.parallel import Parallel
@@ -291,6 +291,31 @@ def test_metrics_go_on_after_the_checkpoint(tmp_path: Path) -> None:
     file.write(step=2, loss=1 / 3)
     file.close()
     assert read_metrics(path) == [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 1 / 3}]
+
+
+def test_an_mfu_above_100_percent_is_called_none_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanogpt.loop.peak_flops_per_second", lambda *_: 1000.0)  # of a machine that was busy
+    trainer(tmp_path).run()
+    said = "".join(capfd.readouterr())
+    assert said.count("is no MFU: nothing is faster than its peak") == 1
+    assert "was measured when this run began" in said
+
+
+def test_a_peak_is_the_fastest_of_many_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = iter([0.3] * 6 + [0.1] + [0.3] * 100)
+    clock = [0.0]
+
+    def tick() -> float:
+        tick.calls += 1
+        clock[0] += next(pauses) if tick.calls % 2 == 0 else 0.0
+        return clock[0]
+
+    tick.calls = 0
+    monkeypatch.setattr("nanogpt.metrics.time.perf_counter", tick)
+    peak = peak_flops_per_second(torch.device("cpu"), torch.float32)
+    assert peak == pytest.approx(2 * 1024**3 / 0.1)
 
 
 def test_flops_per_token_are_palms() -> None:

@@ -14,24 +14,53 @@ IN_PYTORCH = ("data_parallel", "zero1", "zero2", "zero3", "tensor_parallel", "se
 TOGETHER = (
     *(Way(name, checkpoint, 2) for name in IN_PYTORCH for checkpoint in ("every", "attention")),
     Way("context_parallel", "every", 2, in_pytorch=False),
+    Way("ulysses", "every", 2, in_pytorch=False),
+)
+ON_TWO_AXES = (
+    *(
+        Way(f"{outer}=2+{inner}=2", in_pytorch=False)
+        for outer, inner in (
+            *(
+                ("data_parallel", each)
+                for each in ("tensor_parallel", "sequence_parallel", "context_parallel", "ulysses")
+            ),
+            *(("zero3", each) for each in ("tensor_parallel", "sequence_parallel", "context_parallel")),
+            *(("context_parallel", each) for each in ("tensor_parallel", "sequence_parallel")),
+            ("ulysses", "tensor_parallel"),
+            ("zero1", "context_parallel"),
+            ("zero2", "context_parallel"),
+        )
+    ),
+    Way("tensor_parallel=2+data_parallel", "every", 2, in_pytorch=False),
+    Way("tensor_parallel+zero3=2", "attention", 2, in_pytorch=False),
 )
 
 
 @pytest.mark.slow
 def test_all_of_them_follow_the_curve_of_one_rank() -> None:
     found = measure(Plan(TOGETHER, rounds=1), num_ranks=2).ways
-    assert len(found) == 2 * len(TOGETHER) - 1
+    assert len(found) == 2 * len(TOGETHER) - 2
     off = {f"{way} by {by}": one.loss_difference for (way, by), one in found.items()}
+    assert {name: difference for name, difference in off.items() if not difference < 1e-4} == {}
+
+
+@pytest.mark.slow
+def test_two_axes_of_four_ranks_follow_the_curve_of_one() -> None:
+    found = measure(Plan(ON_TWO_AXES, rounds=1), num_ranks=4).ways
+    off = {str(way): one.loss_difference for (way, _), one in found.items()}
+    assert len(off) == len(ON_TWO_AXES)
     assert {name: difference for name, difference in off.items() if not difference < 1e-4} == {}
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["--parallel", "data_parallel=2+tensor_parallel=2"], "needs 4 ranks"),
         (["--parallel", "context_parallel", "--checkpoint", "attention"], "does not go with"),
         (["--parallel", "context_parallel", "--implementation", "torch"], "context parallel"),
         (["--parallel", "context_parallel", "--block-size", "30"], "30"),
         (["--parallel", "tensor_parallel", "--n-head", "1"], "n_head=1"),
+        (["--parallel", "ulysses", "--n-head", "1"], "n_head=1"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(options: list[str], says: str, cache: Path) -> None:
