@@ -11,7 +11,7 @@ from rich.console import Console
 from grader.ranks.recording import Event
 from infra.memory_table.__main__ import Options, plan, print_witness
 from infra.memory_table.gloo import asked_for, beyond
-from infra.memory_table.measure import Found, measure
+from infra.memory_table.measure import Found, Plan, measure
 from infra.memory_table.rows import HELD, Row, rows
 from infra.memory_table.single import predicted_bytes
 from infra.memory_table.ways import WAYS
@@ -23,10 +23,10 @@ RESENT = 0.02
 
 @pytest.mark.slow
 def test_every_byte_of_ours_is_explained() -> None:
-    found = measure(plan(Options(rounds=1)), num_ranks=2)
+    found = measure(plan(Options(rounds=1), 2), num_ranks=2)
     table = rows(found, num_ranks=2)
     ours = [row for row in table if row.by == "solutions"]
-    assert [row.way for row in ours] == list(WAYS)
+    assert [row.way for row in ours] == [way for way in WAYS if way.num_ranks is None]
     assert {str(row.way): left for row in ours if (left := not_explained(row))} == {}
     assert max(row.measured.loss_difference for row in table) < 1e-4
     assert all(getattr(row.measured, column) > 0 for row in table for column in HELD)
@@ -39,6 +39,18 @@ def test_every_byte_of_ours_is_explained() -> None:
         times = sent.witnessed / predicted_bytes(name, 2)
         in_vain = 2 if (name, by) == ("reduce_scatter", "torch") else 1
         assert times == pytest.approx(in_vain, rel=RESENT), (name, by)
+
+
+@pytest.mark.slow
+def test_every_byte_on_two_axes_is_explained_and_stays_on_its_axis() -> None:
+    both = [way for way in WAYS if way.num_ranks == 4]
+    table = rows(measure(Plan(tuple(both), rounds=1), num_ranks=4), num_ranks=4)
+    assert {str(row.way): left for row in table if (left := not_explained(row))} == {}
+    for row in table:
+        sent = row.measured.wire.by_axis
+        assert sent.keys() == {name for name, axis in row.way.axes(4).items() if axis.size > 1}
+        assert all(size > 0 for size in sent.values())
+    assert max(row.measured.loss_difference for row in table) < 1e-4
 
 
 def not_explained(row: Row) -> dict[str, float]:
@@ -104,4 +116,4 @@ def test_a_wrong_name_is_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "infra.memory_table", "--only", "zero4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("--only zero4: choose from context_parallel, data_parallel")
+    assert done.stderr.startswith("--only zero4: choose from context_parallel, context_parallel=2+")

@@ -20,6 +20,7 @@ from infra.memory_table.measure import Found, Plan, Sent, measure
 from infra.memory_table.rows import HELD, Row, frames, rows
 from infra.memory_table.single import NUM_ELEMENTS, predicted_bytes
 from infra.memory_table.ways import WAYS
+from nanogpt.combined import AXES
 
 WITNESSED_STEPS = 3
 
@@ -40,9 +41,13 @@ class Options:
     """Draw the bytes of a rank to this file."""
 
 
-def plan(options: Options) -> Plan:
-    """What the options ask for."""
-    ways = tuple(way for way in WAYS if not options.only or way.parallel in options.only)
+def plan(options: Options, num_ranks: int) -> Plan:
+    """What the options ask for on so many ranks."""
+    ways = tuple(
+        way
+        for way in WAYS
+        if way.num_ranks in (None, num_ranks) and (not options.only or way.parallel in options.only)
+    )
     return Plan(ways, options.rounds, witnessed=WITNESSED_STEPS, collectives=True)
 
 
@@ -66,13 +71,30 @@ def print_table(console: Console, table_rows: list[Row]) -> None:
         sizes = ((getattr(row.predicted, name), getattr(row.measured, name)) for name in HELD)
         cells = [marked(_mb(*pair), row.notes.get(name, [])) for name, pair in zip(HELD, sizes, strict=True)]
         wire = row.measured.wire
-        wire_notes = [*row.notes.get("wire", []), *row.notes.get("witnessed", [])]
+        wire_notes = [note for column, notes in row.notes.items() if column not in HELD for note in notes]
         cells.append(marked(_mb(row.predicted.wire, wire.recorded, wire.witnessed), wire_notes))
         speed, loss = row.measured.tokens_per_second, row.measured.loss_difference
         table.add_row(str(row.way), row.by, *cells, f"{speed:,.0f}", f"{loss:.0e}")
     console.print(table, markup=False)
     for note, number in marks.items():
         console.print(f"[{number}] {note}", markup=False)
+
+
+def print_axes(console: Console, table_rows: list[Row]) -> None:
+    """What a rank sends along each axis, of the ways that have more than one."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("along an axis, MB a rank: predicted recorded")
+    for axis in AXES:
+        table.add_column(axis, justify="right")
+    for row in table_rows:
+        formulas, recorded = row.predicted.by_axis, row.measured.wire.by_axis
+        if len(formulas) > 1:
+            cells = (
+                _mb(formulas[axis], recorded.get(axis, 0.0)) if axis in formulas else "-" for axis in AXES
+            )
+            table.add_row(str(row.way), *cells)
+    if table.row_count:
+        console.print(table, markup=False)
 
 
 def print_collectives(console: Console, collectives: dict[tuple[str, str], Sent], num_ranks: int) -> None:
@@ -117,9 +139,10 @@ def main() -> None:
     alone: list[dict] = []
     for num_ranks in options.ranks:
         with console.status(f"training on {num_ranks} ranks"):
-            found = measure(plan(options), num_ranks)
+            found = measure(plan(options, num_ranks), num_ranks)
         table_rows = rows(found, num_ranks)
         print_table(console, table_rows)
+        print_axes(console, table_rows)
         print_collectives(console, found.collectives, num_ranks)
         print_witness(console, found)
         console.print()

@@ -4,12 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
+from infra.memory_table.predict import Part
 from infra.memory_table.ways import Way
 from nanogpt.config import TrainConfig
 from nanogpt.model import GPT, GPTConfig
 from solutions.flops_and_memory import count_parameters
 
 FP32, INT64, BOOL = 4, 8, 1
+CUT = ("zero1", "zero2", "zero3", "tensor_parallel", "sequence_parallel")
+"""Techniques after which a rank has parts of gradients."""
 
 
 @dataclass(frozen=True)
@@ -25,89 +28,112 @@ class Difference:
 class Sizes:
     """The numbers that the differences are made of."""
 
-    num_ranks: int
+    part: Part
     layers: int
     h: int
     v: int
     s: int
-    tokens: int
-    """Of the whole batch."""
-    own_tokens: int
-    """Of a rank's micro-batch, where ranks share the batch."""
     parameters: int
     tables: int
     """Parameters of the token table and of the position table together."""
 
     @classmethod
-    def of(cls, num_ranks: int, train: TrainConfig, model: GPTConfig) -> "Sizes":
+    def of(cls, way: Way, num_ranks: int, train: TrainConfig, model: GPTConfig) -> "Sizes":
         counts = count_parameters(model)
-        tokens = train.batch_size * model.block_size
         return cls(
-            num_ranks=num_ranks,
+            part=Part.of(way, num_ranks, train, model),
             layers=model.n_layer,
             h=model.n_embd,
             v=model.vocab_size,
             s=model.block_size,
-            tokens=tokens,
-            own_tokens=tokens // train.accumulate // num_ranks,
             parameters=counts["total"],
             tables=counts["embedding"],
         )
 
     @property
-    def others(self) -> float:
-        """The share that the other ranks have: what a ring sends of a tensor, once round."""
-        return (self.num_ranks - 1) / self.num_ranks
+    def tokens(self) -> int:
+        """Of a rank's micro-batch."""
+        return self.part.rows * self.part.length
+
+    def others(self, axis: str) -> float:
+        """The share that the other ranks of an axis have: what a ring sends of a tensor, once round."""
+        size = getattr(self.part, axis).size
+        return (size - 1) / size
 
 
 def differences(way: Way, by: str, num_ranks: int, train: TrainConfig, model: GPTConfig) -> list[Difference]:
     """What to add to the prediction for `way`, made by "solutions" or by "torch"."""
-    sizes = Sizes.of(num_ranks, train, model)
+    sizes = Sizes.of(way, num_ranks, train, model)
     of_the_loop = Difference("activations", "the loop: whether any target of the share counts", BOOL)
-    return [of_the_loop, *(_in_pytorch(way, sizes, model) if by == "torch" else _in_ours(way, sizes))]
+    return [of_the_loop, *(_in_pytorch(way, sizes, model) if by == "torch" else _in_ours(sizes))]
 
 
-def _in_ours(way: Way, z: Sizes) -> list[Difference]:
-    found = []
-    if way.parallel not in ("data_parallel", "context_parallel"):
-        found.append(_norm(z))
-    if way.parallel == "zero3":
+def _in_ours(z: Sizes) -> list[Difference]:
+    found = _norms(z)
+    if z.part.data.technique == "zero3":
         reason = "tables and last norm stay gathered from forward to backward"
-        found.append(Difference("wire", reason, -z.others * FP32 * (z.tables + z.h)))
-    if way.parallel in ("tensor_parallel", "sequence_parallel"):
+        token_table = z.v * z.h
+        stay = z.tables - token_table + token_table / z.part.tensor.size + z.h
+        found.append(Difference("wire data", reason, -z.others("data") * FP32 * stay))
+    if z.part.tensor.technique:
+        found += _of_cut_layers(z)
+    if z.part.context.technique:
+        found += _of_cut_sequences(z)
+    return found
+
+
+def _of_cut_layers(z: Sizes) -> list[Difference]:
+    return [
+        Difference(
+            "wire tensor",
+            "the loss: a largest logit, a sum, and the target's logit for each token",
+            3 * 2 * z.others("tensor") * FP32 * z.tokens,
+        ),
+        Difference("activations", "the positions, which all sequences share", INT64 * z.part.length),
+        Difference(
+            "activations",
+            "a table in parts: of each token its row, and whether that is elsewhere",
+            (INT64 + BOOL) * z.tokens,
+        ),
+        Difference(
+            "activations",
+            "a loss in parts: of each token its row, its column, whether that is elsewhere, whether it "
+            "counts, and the sum of exponentials; and how many count",
+            (2 * INT64 + 2 * BOOL + FP32) * z.tokens + INT64,
+        ),
+    ]
+
+
+def _of_cut_sequences(z: Sizes) -> list[Difference]:
+    found = [
+        Difference(
+            "wire context", "the loss: its sum and the number of targets", 2 * z.others("context") * 2 * FP32
+        ),
+        Difference(
+            "activations",
+            "every rank has the whole batch, and cuts its tokens out",
+            2 * INT64 * z.part.rows * z.s,
+        ),
+        *(
+            [Difference("activations", "and keeps none of them, but their rows", -2 * INT64 * z.tokens)]
+            if z.part.tensor.technique
+            else []
+        ),
+        Difference("activations", "the number of targets, here and of all ranks", 2 * FP32 + INT64),
+    ]
+    if z.part.context.technique == "ulysses":
+        heads = z.h // z.part.tensor.size
         found += [
             Difference(
-                "wire",
-                "the loss: a largest logit, a sum, and the target's logit for each token",
-                3 * 2 * z.others * FP32 * z.tokens,
-            ),
-            Difference("activations", "the positions, which all sequences share", INT64 * z.s),
-            Difference(
                 "activations",
-                "a table in parts: of each token its row, and whether that is elsewhere",
-                (INT64 + BOOL) * z.tokens,
+                "attention's output is kept by heads, and again by tokens for c_proj",
+                FP32 * z.layers * z.tokens * heads,
             ),
             Difference(
                 "activations",
-                "a loss in parts: of each token its row, its column, whether that is elsewhere, whether it "
-                "counts, and the sum of exponentials; and how many count",
-                (2 * INT64 + 2 * BOOL + FP32) * z.tokens + INT64,
+                "plain parts are views: no copy of a rank's tokens, and all positions stay",
+                INT64 * (z.s - z.part.length - z.tokens),
             ),
-        ]
-    if way.parallel == "context_parallel":
-        found += [
-            Difference("wire", "the loss: its sum and the number of targets", 2 * z.others * 2 * FP32),
-            Difference(
-                "activations",
-                "the output of ring attention is kept by heads, and again by tokens for c_proj",
-                FP32 * z.layers * z.tokens // z.num_ranks * z.h,
-            ),
-            Difference(
-                "activations",
-                "every rank has the whole batch, and cuts its tokens out",
-                2 * INT64 * z.tokens,
-            ),
-            Difference("activations", "the number of targets, here and of all ranks", 2 * FP32 + INT64),
         ]
     return found
 
@@ -119,26 +145,26 @@ def _in_pytorch(way: Way, z: Sizes, model: GPTConfig) -> list[Difference]:
     found = _in_pytorch_sharded(way, z, shapes) + _in_pytorch_cut(way, z)
     if way.checkpoint == "attention":
         reason = "the policy keeps the products: norms (with mean and deviation) and GELU are computed again"
-        found.append(Difference("activations", reason, -FP32 * z.layers * z.own_tokens * (6 * z.h + 4)))
+        found.append(Difference("activations", reason, -FP32 * z.layers * z.tokens * (6 * z.h + 4)))
     return found
 
 
 def _in_pytorch_sharded(way: Way, z: Sizes, shapes: list[torch.Size]) -> list[Difference]:
     """ZeRO by DistributedDataParallel with ZeroRedundancyOptimizer, and by `fully_shard`."""
     if way.parallel == "zero1":
-        share = 2 * FP32 * (_largest_share(shapes, z.num_ranks) - z.parameters / z.num_ranks)
+        share = 2 * FP32 * (_largest_share(shapes, z.part.data.size) - z.parameters / z.part.data.size)
         reason = "DDP sends all ranks every gradient, where a rank needs those of its share"
         return [
             Difference("optimizer", "shares are whole parameters, and not equal", share),
-            Difference("wire", reason, z.others * FP32 * z.parameters),
+            Difference("wire data", reason, z.others("data") * FP32 * z.parameters),
         ]
     if way.parallel == "zero2":
         reason = "fully_shard cuts the weights as well, and gathers them once a step"
         return [
-            Difference("weights", reason, -z.others * FP32 * z.parameters),
-            _norm(z),
+            Difference("weights", reason, -z.others("data") * FP32 * z.parameters),
+            *_norms(z),
         ]
-    return [_norm(z)] if way.parallel == "zero3" else []
+    return _norms(z) if way.parallel == "zero3" else []
 
 
 def _largest_share(shapes: list[torch.Size], num_ranks: int) -> int:
@@ -153,30 +179,37 @@ def _in_pytorch_cut(way: Way, z: Sizes) -> list[Difference]:
     """Tensor and sequence parallelism by DTensor."""
     if way.parallel not in ("tensor_parallel", "sequence_parallel"):
         return []
-    logits = "logits come back whole"
+    others, logits = z.others("tensor"), "logits come back whole"
     found = [
-        Difference("activations", logits, z.others * FP32 * z.tokens * z.v),
-        Difference("wire", logits, z.others * FP32 * z.tokens * z.v),
+        Difference("activations", logits, others * FP32 * z.tokens * z.v),
+        Difference("wire tensor", logits, others * FP32 * z.tokens * z.v),
         Difference("activations", "the positions, which all sequences share", INT64 * z.s),
         Difference("activations", "the number of targets", FP32),
+        *_norms(z),
     ]
     if way.parallel == "tensor_parallel":
-        return [*found, _norm(z)]
+        return found
     stream, positions = FP32 * z.tokens * z.h, z.tables - z.v * z.h
     cut = "the position table is cut, too"
     return [
         *found,
-        _norm(z),
-        Difference("weights", cut, -z.others * FP32 * positions),
-        Difference("optimizer", cut, -z.others * 2 * FP32 * positions),
-        Difference("wire", f"{cut}, and gathered", z.others * FP32 * positions),
+        Difference("weights", cut, -others * FP32 * positions),
+        Difference("optimizer", cut, -others * 2 * FP32 * positions),
+        Difference("wire tensor", f"{cut}, and gathered", others * FP32 * positions),
         Difference(
-            "activations", "the linear layers keep what they gathered", 2 * z.layers * z.others * stream
+            "activations", "the linear layers keep what they gathered", 2 * z.layers * others * stream
         ),
-        Difference("wire", "and gather nothing again in backward", -2 * z.layers * z.others * stream),
+        Difference("wire tensor", "and gather nothing again in backward", -2 * z.layers * others * stream),
     ]
 
 
-def _norm(z: Sizes) -> Difference:
-    """Summed over the ranks."""
-    return Difference("wire", "the norm of the gradient: one number", 2 * z.others * FP32)
+def _norms(z: Sizes) -> list[Difference]:
+    """Summed along every axis that cuts gradients: for each, whether the others cut them, too."""
+    axes = [
+        name for name, axis in (("data", z.part.data), ("tensor", z.part.tensor)) if axis.technique in CUT
+    ]
+    numbers = 2 ** (len(axes) - 1) if axes else 0
+    reason = (
+        "the norm of the gradient: one number" if numbers == 1 else "the norm of the gradient: two numbers"
+    )
+    return [Difference(f"wire {name}", reason, 2 * z.others(name) * FP32 * numbers) for name in axes]

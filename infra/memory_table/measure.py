@@ -32,14 +32,19 @@ class Plan:
 class Sent:
     """What one rank sends, in bytes: the mean of all ranks, because one interface carries them all."""
 
-    recorded: float
-    """What torch was asked to send, by rings that send nothing in vain."""
+    by_axis: dict[str, float]
+    """What torch was asked to send along each axis of the ranks, by rings that send nothing in vain."""
     extra: dict[str, float]
     """What is known to be sent beyond that → bytes (see `gloo`)."""
     witnessed: float | None
     """What the loopback interface carried, without the frames; None where nobody could look."""
     framing: float | None
     """The frames: one header of IP and TCP for each packet."""
+
+    @property
+    def recorded(self) -> float:
+        """Along all axes."""
+        return sum(self.by_axis.values())
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,14 @@ def _of_all(ranks: tuple[dict, ...]) -> Measured:
 def _mean_sent(ranks: list[dict]) -> Sent:
     """Each rank tells what it was asked for; rank 0 what the interface carried for all."""
     n = len(ranks)
-    reasons = dict.fromkeys(reason for rank in ranks for reason in rank["extra"])
+
+    def mean(field: str) -> dict[str, float]:
+        keys = dict.fromkeys(key for rank in ranks for key in rank[field])
+        return {key: sum(rank[field].get(key, 0.0) for rank in ranks) / n for key in keys}
+
     carried = {name: ranks[0][name] for name in ("witnessed", "framing")}
     return Sent(
-        recorded=sum(rank["recorded"] for rank in ranks) / n,
-        extra={reason: sum(rank["extra"].get(reason, 0.0) for rank in ranks) / n for reason in reasons},
+        by_axis=mean("by_axis"),
+        extra=mean("extra"),
         **{name: None if total is None else total / n for name, total in carried.items()},
     )

@@ -9,18 +9,20 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from infra.memory_table.rows import Row
+from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, YELLOW, figure
 
-PARTS = {"weights": "#4c72b0", "gradients": "#dd8452", "optimizer": "#55a868", "activations": "#c7c7c7"}
-RECORDED, WITNESSED = "#8172b3", "#ccc3e3"
+PARTS = {"weights": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": GREY}
+RECORDED, WITNESSED = PINK, YELLOW
+WIDTH = 8.6
+"""Inches: as wide as GitHub shows a README, so that a letter of 9 points is one of 9 there."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """A column of panels a number of ranks: what is held above what is sent, by the course's own code."""
     ours = [row for row in rows if row.by == "solutions"]
     sizes = sorted({row.num_ranks for row in ours})
-    figure, panels = plt.subplots(
-        2, len(sizes), figsize=(5.5 * len(sizes) + 1, 8.6), sharey=True, sharex="row", squeeze=False
-    )
+    shape = {"sharey": True, "sharex": "row", "squeeze": False}
+    shown, panels = figure(2, len(sizes), figsize=(WIDTH, 13.5), **shape)
     for (held, sent), num_ranks in zip(panels.T, sizes, strict=True):
         of_these = [row for row in ours if row.num_ranks == num_ranks]
         _draw_held(held, of_these)
@@ -30,17 +32,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         sent.set_xlabel("MB that a rank sends in a step")
     for panel, bottom in zip(panels[:, 0], (0.49, 0.0), strict=True):
         handles, labels = panel.get_legend_handles_labels()
-        figure.legend(
+        shown.legend(
             handles,
             labels,
             loc="lower center",
             bbox_to_anchor=(0.5, bottom),
             ncols=len(labels),
-            frameon=False,
+            columnspacing=1.2,
         )
-    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=4.0)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    shown.tight_layout(rect=(0, 0.025, 1, 1), h_pad=4.0)
+    shown.savefig(path, dpi=170)
+    plt.close(shown)
 
 
 def _draw_held(panel: plt.Axes, rows: Sequence[Row]) -> None:
@@ -62,10 +64,14 @@ def _draw_sent(panel: plt.Axes, rows: Sequence[Row]) -> None:
 
 
 def _finish(panel: plt.Axes, rows: Sequence[Row], predicted: Sequence[float]) -> None:
-    """Ticks, names, and no frame."""
+    """Ticks and names."""
     places = range(len(rows))
     megabytes = [size / 1e6 for size in predicted]
     panel.plot(megabytes, places, "|", color="black", markersize=18, label="predicted")
-    panel.set_yticks(places, [str(row.way).replace(", ", "\n") for row in rows], fontsize=8)
+    panel.set_yticks(places, [_label(row) for row in rows])
     panel.set_ylim(len(rows) - 0.4, -0.6)
-    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _label(row: Row) -> str:
+    """Two lines for what is two things; on two axes each has half of the four ranks."""
+    return str(row.way).replace("=2", "").replace(", ", "\n").replace("+", " +\n")

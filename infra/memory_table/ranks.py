@@ -89,7 +89,7 @@ def _collective(
     with recorder() as opened, opened.record() as window:
         call()
     looks = [witness.look(call) for _ in range(witnessed)] if witness else []
-    return {"name": name, "by": by, "sent": sent(revive(window.to_plain()), looks)}
+    return {"name": name, "by": by, "sent": sent(revive(window.to_plain()), looks, {})}
 
 
 def recorder() -> Recorder:
@@ -97,11 +97,25 @@ def recorder() -> Recorder:
     return Recorder(lambda event: None, lambda file: False)
 
 
-def sent(recording: Recording, looks: list[Look | None]) -> dict[str, Any]:
-    """The fields of a `measure.Sent`; what was witnessed is of all ranks together, and on rank 0."""
+ALL_RANKS = "all ranks"
+"""Instead of an axis: a group that is none."""
+
+
+def sent(
+    recording: Recording, looks: list[Look | None], groups: dict[tuple[int, ...], str]
+) -> dict[str, Any]:
+    """The fields of a `measure.Sent`; what was witnessed is of all ranks together, and on rank 0.
+
+    Args:
+        groups: ranks that talk along an axis → the axis.
+    """
     num_bytes, framing = min((look for look in looks if look is not None), default=(None, None))
+    by_axis: dict[str, float] = {}
+    for event in recording.events:
+        axis = groups.get(tuple(event.group), ALL_RANKS)
+        by_axis[axis] = by_axis.get(axis, 0.0) + asked_for([event])
     return {
-        "recorded": asked_for(recording.events),
+        "by_axis": {axis: size for axis, size in by_axis.items() if size},
         "extra": beyond(recording.events),
         "witnessed": num_bytes,
         "framing": framing,
@@ -124,7 +138,7 @@ class _Run:
         config = train_config(way, folder)
         tokens = load_tokens("stdlib", None)
         vocab_size = -(-load_encoding(tokens.encoding).n_vocab // 64) * 64
-        parallel, checkpoint, accumulate = way.find(by, dist.group.WORLD)
+        parallel, checkpoint, accumulate = way.find(by)
         self.watching = _Watching(accumulate)
         self.trainer = Trainer(
             config,
@@ -134,6 +148,7 @@ class _Run:
             Techniques(parallel=parallel, checkpoint=checkpoint, accumulate=self.watching),
             place,
         )
+        self.groups = way.groups(place.num_ranks)
         self.tokens_per_step = config.batch_size * config.block_size
         self.losses: list[float] = []
         self.looks: list[Look | None] = []
@@ -183,7 +198,7 @@ class _Run:
             gradients=alive["update begins"] - alive["accumulate begins"] - watching.loss,
             optimizer=_bytes(tensor for tensor in tensors_in(optimizer.state) if tensor.dim() > 0),
             activations=alive["forward ended"] - alive["forward begins"] + watching.given - watching.loss,
-            wire=sent(self.recording, self.looks),
+            wire=sent(self.recording, self.looks, self.groups),
             tokens_per_second=self.tokens_per_step / statistics.median(self.seconds[WARM_UP:]),
             loss_difference=max(abs(a - b) for a, b in zip(self.losses, losses, strict=True)),
         )

@@ -11,8 +11,8 @@ from nanogpt.data import load_tokens
 from nanogpt.tokenizer import load_encoding
 
 HELD = ("weights", "gradients", "optimizer", "activations")
-COLUMNS = (*HELD, "wire", "witnessed")
-"""What is held, what is sent as recorded, and what is sent as witnessed (beyond what is recorded)."""
+"""What is held. Other columns: "wire data" is what is sent as recorded, along an axis of the ranks, and
+"witnessed" what is sent beyond what is recorded."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,19 @@ def _row(way: Way, by: str, num_ranks: int, measured: Measured, vocab_size: int)
     model = train.model_config(vocab_size)
     predicted = predict(way, num_ranks, train, model)
     left = {column: getattr(measured, column) - getattr(predicted, column) for column in HELD}
-    left["wire"] = measured.wire.recorded - predicted.wire
+    for axis in {**predicted.by_axis, **measured.wire.by_axis}:
+        recorded, formula = (sent.get(axis, 0.0) for sent in (measured.wire.by_axis, predicted.by_axis))
+        left[f"wire {axis}"] = recorded - formula
     named = [(d.column, d.reason, d.num_bytes) for d in differences(way, by, num_ranks, train, model)]
     if measured.wire.witnessed is not None:
         left["witnessed"] = measured.wire.witnessed - measured.wire.recorded
         named += [("witnessed", reason, size) for reason, size in measured.wire.extra.items()]
     notes: dict[str, list[str]] = {}
     for column, reason, size in named:
-        left[column] -= size
-        notes.setdefault(column, []).append(f"{size:+,.0f} bytes: {reason}")
+        left[column] = left.get(column, 0.0) - size
+        axis = column.removeprefix("wire ")
+        along = f" along {axis}" if axis != column and len(predicted.by_axis) > 1 else ""
+        notes.setdefault(column, []).append(f"{size:+,.0f} bytes{along}: {reason}")
     unexplained = {column: size for column, size in left.items() if round(size)}
     for column, size in unexplained.items():
         of = " (witnessed)" if column == "witnessed" else ""
