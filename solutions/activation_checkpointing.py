@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
@@ -75,18 +76,20 @@ class Place:
 def checkpoint(
     function: Callable[..., Tensor], *inputs: Any, generators: Iterable[torch.Generator] = ()
 ) -> Tensor:
-    """`function(*inputs)`, of which nothing but the inputs is kept: backward calls the function once more.
+    """Compute `function(*inputs)` and keep only the inputs: backward calls the function once more.
 
-    Gradients are those of `function(*inputs)`: of the inputs that need one, and of everything that the
-    function reaches by itself, such as a module's weights, also where no input needs a gradient. The
-    second call sees the random numbers and the autocast of the first, and leaves the random state as
-    it finds it. After backward nothing of that call is left. Made by hand: `torch.utils.checkpoint` is
-    not used.
+    Gradients are those of `function(*inputs)`: for the inputs that need one, and for everything that the
+    function reaches by itself, such as a module's weights, even where no input needs a gradient. The
+    second call sees the random numbers of the first, and leaves the random state as it finds it: torch's
+    own, and that of `generators`. It runs under the autocast of the first: on or off, and with its dtype.
+    After backward nothing of the second call is left, even while somebody holds the loss. Made by hand:
+    `torch.utils.checkpoint` is not used.
 
     Args:
         function: returns one tensor, and computes the same from the same inputs.
         inputs: of any kind: tensors with and without gradient, numbers, None.
-        generators: random number generators, besides torch's own, that the function draws from.
+        generators: random number generators, besides torch's own, that the function draws from. An
+            iterator will do, which can be gone through once.
     """
     # answer
     if not torch.is_grad_enabled():
@@ -155,11 +158,12 @@ def checkpoint_modules(modules: list[nn.Module], function: Callable[..., Tensor]
 
 
 def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
-    """Have groups of `every` blocks keep their input alone; backward computes a group again as a whole.
+    """Have each group of `every` blocks keep only its input; backward computes a group again as a whole.
 
     Where the number of blocks does not divide by `every`, one group is shorter. Loss and gradients are
-    those of the model as it was. Changes and returns the given model, whose Parameter objects stay the
-    same ones.
+    those of the model as it was. A `Dropout` may have a `generator` of its own, or get one later: it drops
+    the same elements again, and what the generator draws next does not depend on checkpointing. Changes the
+    given model in place and returns it; its Parameter objects stay the same. No other model changes.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.
     """
@@ -178,8 +182,8 @@ def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
 def best_segment_length(num_blocks: int, block_bytes: int, boundary_bytes: int) -> int:
     """The group length k, from 1 to num_blocks, for which the fewest bytes are alive at the worst moment.
 
-    That is in backward, with the inputs of all ceil(L/k) groups, `boundary_bytes` each, and everything
-    that one group of k blocks keeps, `block_bytes` each. Of equally good lengths the smallest.
+    That moment is in backward: the inputs of all ceil(L/k) groups are alive, `boundary_bytes` each, and
+    everything that one group of k blocks keeps, `block_bytes` a block. Of equally good lengths the smallest.
     Either number of bytes may be 0.
     """
 
@@ -196,8 +200,10 @@ def recompute_attention(model: GPT) -> GPT:
 
     The core is scores, softmax, dropout and the product with the values. It keeps queries, keys and
     values, and no copies of them; the projections around it stay as they are. Loss and gradients are
-    those of the model as it was, in training mode and in evaluation mode. Changes and returns the given
-    model, whose Parameter objects stay the same ones.
+    those of the model as it was, in training mode and in evaluation mode. A `Dropout` of the core may
+    have a `generator` of its own, or get one later: it drops the same elements again, and what the generator
+    draws next does not depend on recomputation. Changes the given model in place and returns it; its
+    Parameter objects stay the same. No other model changes.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
     """
@@ -206,6 +212,43 @@ def recompute_attention(model: GPT) -> GPT:
         core = block.attn.core
         core.forward = partial(checkpoint_modules, [core], core.forward)
     return model
+    # end of answer
+
+
+# answer: the loss of one chunk
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross entropies of tokens whose logits exist here alone."""
+    return F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction="sum")
+
+
+# end of answer
+
+
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
+    """The mean loss of a language model's head, with the logits of `chunk_size` tokens at a time.
+
+    Loss and gradients are those of `F.cross_entropy(x @ weight.T, targets, ignore_index=-1)`, for those of x
+    and weight that need one. Never more than `chunk_size` tokens have logits at once, in the forward and in
+    backward. After the forward no logits are left. The head's product is computed at most twice for each
+    token. The arguments are not changed.
+
+    Args:
+        x: what the head reads, (N, h).
+        weight: the head's, (v, h).
+        targets: tokens, (N,). A target of -1 does not count; at least one counts, a chunk may have none.
+        chunk_size: at least 1; where N does not divide by it, a chunk is shorter.
+
+    Returns:
+        The mean over all counted targets, a scalar.
+
+    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009),
+    which goes further; Hsu et al. 2024, "Liger Kernel" (arXiv:2410.10989).
+    """
+    # answer
+    total = x.new_zeros(())
+    for rows, goals in zip(x.split(chunk_size), targets.split(chunk_size), strict=True):
+        total = total + checkpoint(summed_loss, rows, weight, goals)
+    return total / (targets != -1).sum()
     # end of answer
 
 

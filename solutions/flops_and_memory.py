@@ -123,8 +123,8 @@ def activation_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -
 
     Training mode, fp32, on the CPU, `0 <= dropout < 1`. Distinct storages, without parameters and
     buffers, with tokens, positions and targets. Keys as in `count_parameters`: each part has what it keeps,
-    and what two parts could claim, such as a norm's output, counts with one of them. The parts add up to
-    `total`.
+    and a storage that two parts could claim, such as a norm's output, counts with one of them. The parts add
+    up to `total`.
 
     Exact for b >= 2 and a >= 2. (With b = 1 or a = 1 and dropout, the values are not copied out of
     the fused projection, which then stays alive as a whole: 8·b·s·h bytes a layer more.)

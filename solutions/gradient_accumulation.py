@@ -22,12 +22,12 @@ from solutions.flops_and_memory import activation_bytes, count_parameters, model
 def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
     """Add the gradient of a whole batch to `.grad`, one micro-batch at a time.
 
-    After it, `.grad` has become what `model(inputs, targets)[1].backward()` would have made of it, which is
-    nothing for a frozen parameter. No more than a micro-batch's activations have been alive at once. Inputs,
-    targets, weights and the training mode are left alone.
+    Afterwards `.grad` is what `model(inputs, targets)[1].backward()` would have made it: a frozen parameter
+    still has none. At most one micro-batch's activations are alive at once. Inputs, targets, weights
+    and the training mode are left alone.
 
     Args:
-        model: called as a GPT is: `model(rows, goals)` gives logits and the mean loss over those of its
+        model: called like a GPT: `model(rows, goals)` gives logits and the mean loss over those of its
             targets that are not -1. Call it once for each micro-batch.
         inputs, targets: tokens and next tokens (b, s); a target of -1 does not count. At least one counts; a
             micro-batch may have none.
@@ -81,9 +81,9 @@ def train_epoch(
     """One epoch: an optimizer step for every `accumulate` micro-batches, and one for what is left over.
 
     A micro-batch is a pair of tokens and next tokens (b, s); shapes differ, and so does the number of
-    targets that count (-1 does not). A step is the one on a single batch with all counted targets of
-    its micro-batches: the gradient of their mean loss, clipped to norm 1, one step of the optimizer and
-    one of the scheduler. The memory is that of the largest micro-batch.
+    targets that count (-1 does not). A step is what one batch with all counted targets of its
+    micro-batches would give: the gradient of their mean loss, clipped to norm 1, one step of the
+    optimizer and one of the scheduler. The memory is that of the largest micro-batch.
 
     Returns the mean loss of each step.
     """

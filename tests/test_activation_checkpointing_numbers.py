@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lessons.activation_checkpointing import answers, measures
 from nanogpt.model import GPT, GPTConfig
 from solutions.activation_checkpointing import checkpoint_blocks
 from solutions.flops_and_memory import activation_bytes, training_flops
@@ -44,6 +45,16 @@ def test_up_to_six_blocks_stay_below_the_head() -> None:
     assert peak(1, 12) > 1.1 * at_the_head[12]
 
 
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_the_worst_moment_in_a_block_is_predicted_for_any_batch(batch_size: int) -> None:
+    """With the page's own four sequences, an input counted twice and a gradient forgotten would agree."""
+    config = GPTConfig(block_size=128, vocab_size=512, n_layer=4, n_head=4, n_embd=128, bias=False)
+    moments = answers.worst_moments(config, batch_size, 1, activation_bytes)
+    measured = measures.step_of(checkpoint_blocks(measures.new_model(config), 1), batch_size).peak
+    predicted = sum(moments["in a block"].values())
+    assert measured == pytest.approx(predicted, abs=0.05 * 4 * batch_size * 128 * 128)
+
+
 def test_what_the_page_says_of_gpt2() -> None:
     assert 3 * 4 * 1024 * GPT2.vocab_size / 1e6 == pytest.approx(618, abs=1)
     one, two = (activation_bytes(GPTConfig(**{**vars(GPT2), "n_layer": n}), 1, 1024)["total"] for n in (1, 2))
@@ -54,7 +65,7 @@ def test_what_the_page_says_of_gpt2() -> None:
 
 
 def test_printed_moments_agree_to_an_input() -> None:
-    lines = printed("activation_checkpointing", "best_segment_length says")
+    lines = printed("activation_checkpointing", "pictures.draw_moments(")
     rows = [numbers(line.replace("none", "0")) for line in lines[2:10]]
     assert [row[0] for row in rows] == [0, 1, 2, 3, 4, 5, 6, 12]
     for _, kept, kept_measured, worst, worst_measured in rows:
@@ -63,7 +74,7 @@ def test_printed_moments_agree_to_an_input() -> None:
 
 
 def test_printed_predictions_of_gpt2_are_measured() -> None:
-    lines = printed("activation_checkpointing", "def peak_of_gpt2")
+    lines = printed("activation_checkpointing", "pictures.show_gpt2(")
     told = [re.findall(r"([\d,.]+) MB", line) for line in lines if "predicted" in line]
     assert len(told) == 2
     for predicted, measured in told:
@@ -75,5 +86,6 @@ def test_printed_predictions_of_gpt2_are_measured() -> None:
 
 
 def test_printed_flops_are_the_counted_ones() -> None:
-    rows = [numbers(line) for line in printed("activation_checkpointing", "def counted_flops")[1:4]]
+    rows = [numbers(line) for line in printed("activation_checkpointing", "pictures.show_costs(")[2:5]]
+    assert len(rows) == 3
     assert all(predicted == counted for predicted, counted, *_ in rows)

@@ -1,11 +1,19 @@
 """Lesson 01's numbers: what its text says of GPT-2, and what its notebook has printed."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from lessons.flops_and_memory.measures import alive_through_a_step
 from nanogpt.model import GPTConfig
-from solutions.flops_and_memory import activation_bytes, count_parameters, forward_flops, training_flops
+from solutions.flops_and_memory import (
+    activation_bytes,
+    count_parameters,
+    forward_flops,
+    model_state_bytes,
+    training_flops,
+)
 from tests.printed import numbers, printed
 
 GPT2 = GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=False)
@@ -21,6 +29,11 @@ def test_what_the_text_says() -> None:
     weights = 4 * count_parameters(COURSE)["total"]
     assert weights / 1e6 == pytest.approx(5, rel=0.1)
     assert activation_bytes(COURSE, 32, 128)["total"] / weights == pytest.approx(40, rel=0.05)
+    states = model_state_bytes(total, "fp32")["total"]
+    assert states / 1e9 == pytest.approx(2, rel=0.01)
+    for dropout, times in ((0.0, 3), (0.1, 11)):
+        kept = activation_bytes(replace(GPT2, dropout=dropout), 8, 1024)["total"]
+        assert kept / states == pytest.approx(times, rel=0.1)
     products = forward_flops(GPT2, 1, 1024)
     assert (products["attention"] + products["mlp"]) / 12 / 1024 == pytest.approx(17e6, rel=0.03)
     for h, layers, v, share in ((12288, 96, 51200, 0.003), (768, 12, 50257, 1 / 3)):
@@ -28,15 +41,36 @@ def test_what_the_text_says() -> None:
 
 
 def test_printed_counts_are_the_measured_ones() -> None:
-    lines = printed("flops_and_memory", "'FLOPs of forward and backward'")
+    lines = printed("flops_and_memory", "pictures.show_counts(")
     rows = [numbers(line) for line in lines[1:4]]
     assert rows == [[124_337_664] * 2, [291_648_307_200] * 2, [874_944_921_600] * 2]
 
 
 def test_printed_activations_are_the_measured_ones() -> None:
-    rows = [numbers(line) for line in printed("flops_and_memory", "dropout    s     predicted")[1:]]
+    rows = [numbers(line) for line in printed("flops_and_memory", "pictures.draw_kept(")[1:]]
     assert len(rows) == 10
     assert all(predicted == measured for _, _, predicted, measured in rows)
+
+
+def test_a_layer_is_what_the_text_makes_of_the_textbooks() -> None:
+    """34 + 5as/h: two masks are bytes, 32 and 4as/h are 16-bit numbers; statistics are 1/4 each."""
+    told = [numbers(line)[-1] for line in printed("flops_and_memory", "pictures.draw_a_layer(")]
+    assert told == [34 + 5 * 8, 64 + 8 + 12 * 8 + 16 / 64, 64 + 16 / 64 + 4 * 4 / 64]
+
+
+def test_a_broken_tie_is_one_token_table_more() -> None:
+    lines = printed("flops_and_memory", 'models["tie broken"]')
+    whole, plain, broken = (numbers(line)[0] for line in lines)
+    assert whole == plain == count_parameters(COURSE)["total"]
+    assert broken - whole == COURSE.vocab_size * COURSE.n_embd == 524_288
+
+
+def test_the_peak_of_a_step_is_two_tensors_of_logits_above_what_is_kept() -> None:
+    meter = alive_through_a_step(GPT2, 8)
+    kept = activation_bytes(GPT2, 8, 1024)["total"]
+    begins = meter.history[meter.marks["forward"] + 1] - 4  # backward begins with a gradient of the loss
+    assert kept - begins == 2 * 8 * 8 * 1024 - 4  # tokens and targets came from outside; the loss is alive
+    assert meter.peak - kept == pytest.approx(2 * 4 * 8 * 1024 * GPT2.vocab_size, rel=0.01)
 
 
 def test_printed_memory_of_torchs_tracker_differs_by_what_the_text_says() -> None:

@@ -1,1 +1,1 @@
-"""What the pages of several lessons use: a tap on the wire, timelines, curves, and one set of colours."""
+"""What the pages of several lessons use: meters, a tap on the wire, timelines, curves, one set of colours."""

@@ -88,7 +88,7 @@ class Pairs:
             trial.require(
                 not result["upstream_changed"],
                 "the gradient that came into backward was changed in place",
-                help="A residual connection hands the same tensor to its other branch: work on a copy.",
+                help="A residual connection hands it to its other branch, too: change a contiguous copy.",
                 rank=rank,
             )
 

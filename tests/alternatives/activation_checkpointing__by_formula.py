@@ -1,7 +1,10 @@
-"""Lesson 03 otherwise: attention whose backward is written by hand, and a search over numbers of groups."""
+"""Lesson 03 otherwise: attention whose backward is written by hand, and a search over numbers of groups.
+
+And PyTorch's older checkpoint around the blocks, whose function remembers the states of their generators.
+"""
 
 import torch
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 
 class _Attention(torch.autograd.Function):
@@ -16,8 +19,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, dropout):
-        ctx.state, ctx.dropout = torch.get_rng_state(), dropout
-        out = F.dropout(_Attention.probabilities(q, k), dropout) @ v
+        ctx.generator = getattr(dropout, "generator", None) or torch.default_generator
+        ctx.state, ctx.dropout = ctx.generator.get_state(), dropout
+        out = dropout(_Attention.probabilities(q, k)) @ v
         ctx.save_for_backward(q, k, v, out)
         return out
 
@@ -25,10 +29,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, upstream):
         q, k, v, out = ctx.saved_tensors
         p = _Attention.probabilities(q, k)
-        now = torch.get_rng_state()
-        torch.set_rng_state(ctx.state)
-        mask = F.dropout(torch.ones_like(p), ctx.dropout)
-        torch.set_rng_state(now)
+        now = ctx.generator.get_state()
+        ctx.generator.set_state(ctx.state)
+        mask = ctx.dropout(torch.ones_like(p))
+        ctx.generator.set_state(now)
         grad_p = upstream @ v.transpose(-2, -1) * mask
         grad_v = (p * mask).transpose(-2, -1) @ upstream
         row = (upstream * out).sum(dim=-1, keepdim=True)  # of grad_p times p, without the matrix
@@ -38,12 +42,58 @@ class _Attention(torch.autograd.Function):
 
 def recompute_attention(model):
     for block in model.transformer.h:
-        core, config = block.attn.core, model.config
+        core = block.attn.core
+        drops = core.dropout if isinstance(core.dropout, torch.nn.Module) else torch.nn.Identity()
 
-        def forward(q, k, v, core=core, config=config):
-            return _Attention.apply(q, k, v, config.dropout if core.training else 0.0)
+        def forward(q, k, v, drops=drops):
+            return _Attention.apply(q, k, v, drops)
 
         core.forward = forward
+    return model
+
+
+class Again:
+    """A function of these blocks; each call of it after the first begins with the first one's generators."""
+
+    def __init__(self, blocks, forwards):
+        self.blocks, self.forwards, self.states = blocks, forwards, None
+
+    def __call__(self, x):
+        parts = [part for block in self.blocks for part in block.modules()]
+        generators = [part.generator for part in parts if getattr(part, "generator", None) is not None]
+        now = [generator.get_state() for generator in generators]
+        if self.states is None:
+            self.states = now
+            return self.run(x)
+        self.set(generators, self.states)
+        try:
+            return self.run(x)
+        finally:
+            self.set(generators, now)
+
+    def run(self, x):
+        for forward in self.forwards:
+            x = forward(x)
+        return x
+
+    def set(self, generators, states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def checkpoint_blocks(model, every=1):
+    blocks = list(model.transformer.h)
+    while blocks:
+        group, blocks = blocks[:every], blocks[every:]
+        forwards = [block.forward for block in group]
+
+        def forward(x, group=group, forwards=forwards):
+            again = Again(group, forwards)
+            return torch_checkpoint(again, x, use_reentrant=True) if torch.is_grad_enabled() else again(x)
+
+        group[0].forward = forward
+        for block in group[1:]:
+            block.forward = lambda x: x
     return model
 
 

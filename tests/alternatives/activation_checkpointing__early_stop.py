@@ -12,6 +12,27 @@ class _Enough(Exception):
     pass
 
 
+@contextlib.contextmanager
+def set_again(states):
+    now = [(generator, generator.get_state()) for generator, _ in states]
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in now:
+            generator.set_state(state)
+
+
+def replay(generators):
+    return set_again([(generator, generator.get_state()) for generator in generators])
+
+
+def contexts_of(module):
+    found = {getattr(part, "generator", None) for part in module.modules()} - {None}
+    return lambda: (contextlib.nullcontext(), replay(found))
+
+
 class Frame:
     """One checkpoint: how to run it again, and what the second run kept."""
 
@@ -72,7 +93,10 @@ class Groups(nn.ModuleList):
         blocks = list(super().__iter__())
         for start in range(0, len(blocks), self.every):
             group = nn.Sequential(*blocks[start : start + self.every])
-            yield lambda x, group=group: torch_checkpoint(group, x, use_reentrant=False)
+            contexts = contexts_of(group)
+            yield lambda x, group=group, contexts=contexts: torch_checkpoint(
+                group, x, use_reentrant=False, context_fn=contexts
+            )
 
 
 def checkpoint_blocks(model, every=1):
@@ -91,11 +115,23 @@ def recompute_attention(model):
     for block in model.transformer.h:
         inside = block.attn.core.forward
 
-        def forward(*qkv, inside=inside):
-            return torch_checkpoint(inside, *qkv, use_reentrant=False)
+        def forward(*qkv, inside=inside, core=block.attn.core):
+            return torch_checkpoint(inside, *qkv, use_reentrant=False, context_fn=contexts_of(core))
 
         block.attn.core.forward = forward
     return model
+
+
+def chunked_cross_entropy(x, weight, targets, chunk_size):
+    def summed(start):
+        there = slice(start, start + chunk_size)
+        return torch.nn.functional.cross_entropy(
+            x[there] @ weight.T, targets[there], ignore_index=-1, reduction="sum"
+        )
+
+    starts = range(0, x.size(0), chunk_size)
+    losses = [torch.utils.checkpoint.checkpoint(summed, start, use_reentrant=False) for start in starts]
+    return torch.stack(losses).sum() / targets.ne(-1).sum()
 
 
 def watched_forward(blocks, x, sizes):

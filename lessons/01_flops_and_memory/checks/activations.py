@@ -1,9 +1,11 @@
 """Checks of `activation_bytes`."""
 
-from grader.checks import Answers, Trial, check, exercise, require_whole_numbers, whole
+from itertools import combinations
+
+from grader.checks import Answers, Trial, check, exercise, named_cause, require_whole_numbers, whole
 from nanogpt.model import GPTConfig
 
-from .models import PARTS, Where, alter, batch_for, draw, draw_family, measured, saved_bytes
+from .models import ALTERATIONS, PARTS, Where, alter, batch_for, draw, draw_family, measured, saved_bytes
 
 exercise(
     "activation_bytes",
@@ -28,56 +30,196 @@ def measure(trial: Trial) -> Answers:
 
 
 def activation_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
-    tokens, layers = b * s, c.n_layer
-    stream, scores, logits = 4 * tokens * c.n_embd, 4 * b * c.n_head * s * s, 4 * tokens * c.vocab_size
-    masks = (2 * layers + 1) * stream + layers * scores
+    """What known slips give: one of them, or two that are about other tensors."""
     right = saved_bytes(c, b, s)["total"]
-    stream_a_layer = (
-        "a block has two masks of (b, s, h): after the attention and after the MLP"
-        if c.dropout
-        else "the core's output is missing: c_proj keeps its input, as every linear layer does"
-    )
-    off = {
-        "the positions are missing: s int64 numbers": -8 * s,
-        "positions are kept once for the whole batch": 8 * (b - 1) * s,
-        "the tokens or the targets are missing: b·s int64 numbers each": -8 * tokens,
-        "tokens, targets and positions are missing": -16 * tokens - 8 * s,
-        "tokens, targets and positions are int64: 8 bytes each": -8 * tokens - 4 * s,
-        "the loss keeps one number more: how many targets it counted": -4,
-        "the log-sum-exp is missing: one number for each query of each head": -4 * layers * tokens * c.n_head,
-        "each norm keeps a mean and a deviation for every token": -8 * tokens * (2 * layers + 1),
-        "each norm keeps two numbers for every token, a mean and a deviation: one is missing": (
-            -4 * tokens * (2 * layers + 1)
-        ),
-        "the last norm is missing": -stream - 8 * tokens,
-        "the log-probabilities are missing: the loss keeps (b·s, v) numbers": -logits,
-        "the loss keeps log-probabilities, and the logits are not kept beside them": logits,
-        "one tensor of (b, s, h) is missing: the input of lm_head, or the embedding's mask": -stream,
-        "the core's output is kept once: it is the input of c_proj too": layers * stream,
-        "q, k and v are views of one storage, c_attn's output": 3 * layers * stream,
-        "the GELU keeps its input, and c_proj keeps the GELU's output": -4 * layers * stream,
-        "masks are fp32 on the CPU: 4 bytes a number, not one": -masks // 4 * 3,
-        "the masks of (b, s, h) are fp32 on the CPU, as the core's is: 4 bytes a number, not one": (
-            -3 * (2 * layers + 1) * stream // 4
-        ),
-        "the core's mask is fp32 on the CPU, as the others are: 4 bytes a number, not one": (
-            -3 * layers * scores // 4
-        ),
-        "the masks of (b, s, h) are missing: one after the embeddings, two in each block": (
-            -(2 * layers + 1) * stream
-        ),
-        stream_a_layer: -layers * stream,
-        "the core's dropout keeps its mask, and its product with the probabilities": -2 * layers * scores,
-        "with dropout the core keeps three (b, a, s, s) tensors: one is missing": -layers * scores,
-        "weights are kept by the model, not for backward: parameters are left out": 4 * linear_weights(c),
-        "weights of the MLPs are kept by the model, not for backward: parameters are left out": 32
-        * layers
-        * c.n_embd**2,
-        "the fused core keeps no s by s matrix: that is what it is for": layers * scores,
+    slips = [*everywhere(c, b, s), *(with_dropout if c.dropout else without_dropout)(c, b, s)]
+    pairs = {
+        f"{one}; and {other}": right + by + of_other
+        for (of, one, by), (and_of, other, of_other) in combinations(slips, 2)
+        if of != and_of and "numbers" not in (of, and_of)
     }
-    blocks = layers * b * (34 * s * c.n_embd + 5 * c.n_head * s * s)
+    blocks = c.n_layer * b * (34 * s * c.n_embd + 5 * c.n_head * s * s)
     textbook = {"this is the textbook formula: blocks alone, 16-bit, another attention": blocks}
-    return textbook | {text: right + size for text, size in off.items()}
+    return textbook | {text: right + by for _, text, by in slips} | pairs
+
+
+Slip = tuple[str, str, float]
+"""What its bytes are a multiple of, the cause, and by how many bytes the total is off then.
+
+Two multiples of one thing, such as "width", a tensor of (b, s, h) in each layer, add up to a third, which may
+be another slip's: two of them are no cause.
+"""
+
+
+def everywhere(c: GPTConfig, b: int, s: int) -> list[Slip]:
+    """Slips in what is kept with dropout and without."""
+    tokens, layers, logits = b * s, c.n_layer, 4 * b * s * c.vocab_size
+    stream, norms, linear = 4 * tokens * c.n_embd, 2 * layers + 1, linear_weights(c)
+    one = "a norm's output is the input of the linear layer behind it, one storage, and counts once"
+    return [
+        ("integers", "the positions are missing: s int64 numbers", -8 * s),
+        ("integers", "positions are int64, 8 bytes each, not 4", -4 * s),
+        ("integers", "positions are kept once for the whole batch", 8 * (b - 1) * s),
+        ("integers", "positions are int64, and kept once for the whole batch", 4 * tokens - 8 * s),
+        (
+            "integers",
+            "tokens and targets are b·s int64 numbers each: one of them is missing, or both have 4 bytes a "
+            "number, not 8",
+            -8 * tokens,
+        ),
+        ("integers", "tokens, targets and positions are missing", -16 * tokens - 8 * s),
+        ("integers", "tokens, targets and positions are int64: 8 bytes each", -8 * tokens - 4 * s),
+        ("count", "the loss keeps one number more: how many targets it counted", -4),
+        ("count", "how many targets the loss counted is one number of 4 bytes, not 8", 4),
+        ("statistics", "each norm keeps a mean and a deviation for every token", -8 * tokens * norms),
+        (
+            "statistics",
+            "each norm keeps two numbers for every token, a mean and a deviation: one is missing",
+            -4 * tokens * norms,
+        ),
+        ("last norm", "the last norm is missing", -stream - 8 * tokens),
+        ("norms", one, norms * stream),
+        ("width", f"{one} (in the blocks)", 2 * layers * stream),
+        ("logits", "the log-probabilities are missing: the loss keeps (b·s, v) numbers", -logits),
+        ("logits", "log-probabilities are fp32: 4 bytes each, not 2", -logits // 2),
+        ("logits", "the loss keeps log-probabilities, and the logits are not kept beside them", logits),
+        (
+            "logits",
+            "the gradients of logits and log-probabilities are temporary: the peak has them, backward makes "
+            "them, and nothing keeps them",
+            2 * logits,
+        ),
+        (
+            "once",
+            "one tensor of (b, s, h) is missing: the input of lm_head, or the embedding's mask"
+            if c.dropout
+            else "one tensor of (b, s, h) is missing: the input of lm_head, or of the last norm",
+            -stream,
+        ),
+        ("once", "the embedding's sum is the first norm's input, one storage: it counts once", stream),
+        ("width", "the GELU keeps its input, and c_proj keeps the GELU's output", -4 * layers * stream),
+        (
+            "weights",
+            "weights are kept by the model, not for backward: parameters are left out",
+            4 * linear,
+        ),
+        (
+            "weights",
+            "weights of the MLPs are kept by the model, not for backward: parameters are left out",
+            32 * layers * c.n_embd**2,
+        ),
+        *numbers_of_another_size(c, b, s),
+    ]
+
+
+def numbers_of_another_size(c: GPTConfig, b: int, s: int) -> list[Slip]:
+    """Everything but integers in 2 bytes, or counted and not measured in bytes."""
+    tokens, layers, scores = b * s, c.n_layer, 4 * b * c.n_head * s * s * c.n_layer
+    floats = saved_bytes(c, b, s)["total"] - 16 * tokens - 8 * s - 4
+    statistics = 8 * tokens * (2 * layers + 1)
+    each_query = 0 if c.dropout else 4 * layers * tokens * c.n_head
+    large = floats - statistics - each_query
+    logits, streams = 4 * tokens * c.vocab_size, (2 * layers + 1) * 4 * tokens * c.n_embd
+    half = "these numbers are fp32, 4 bytes each: here they have 2"
+    found = {
+        half: -floats // 2,
+        f"{half} (all but the norms' statistics)": -(floats - statistics) // 2,
+        f"{half} (all but the core's log-sum-exp)": -(floats - each_query) // 2,
+        f"{half} (all but statistics and log-sum-exp)": -large // 2,
+        f"{half} (all but statistics, log-sum-exp and log-probabilities)": -(large - logits) // 2,
+        "a number of fp32 has 4 bytes: these are numbers, not bytes": -3 * floats // 4,
+        "4 bytes a number belong to the integers too, and they have 8": -8 * tokens - 4 * s,
+    }
+    if c.dropout:
+        masks = streams + scores
+        found[f"{half}, and masks, which are fp32 on the CPU, have 1"] = -floats // 2 - masks // 4
+        found[f"{half} (the tensors of (b, s, h) alone)"] = -(large - logits - 3 * scores) // 2
+    return [("numbers", text, by) for text, by in found.items()]
+
+
+def without_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
+    """Slips in what the fused core keeps."""
+    width, each_query = c.n_layer * 4 * b * s * c.n_embd, c.n_layer * 4 * b * s * c.n_head
+    scores = c.n_layer * 4 * b * c.n_head * s * s
+    fused = "the fused core keeps no s by s matrix: that is what it is for"
+    return [
+        ("scores", "the log-sum-exp is missing: one number for each query of each head", -each_query),
+        ("scores", fused, scores),
+        ("scores", f"{fused}. It keeps a log-sum-exp for each query", scores - each_query),
+        ("scores", f"{fused}. Here it has two", 2 * scores),
+        ("scores", f"{fused}. Here it has two, and no log-sum-exp", 2 * scores - each_query),
+        (
+            "scores",
+            "these are the plain core's three s by s matrices: without dropout the fused core runs, and "
+            "keeps none of them, but a log-sum-exp for each query",
+            3 * scores - each_query,
+        ),
+        ("width", "the core's output is missing: c_proj keeps its input, as every linear layer does", -width),
+        ("width", "the core's output is kept once: it is the input of c_proj too", width),
+        ("width", "q, k and v are views of one storage, c_attn's output", 3 * width),
+        (
+            "width",
+            "q, k and v are views of one storage, c_attn's output: here it counts once for each of them",
+            6 * width,
+        ),
+        ("width", "q, k and v are three tensors of (b, s, h): one alone is counted", -2 * width),
+        ("width", "q, k and v are missing: three tensors of (b, s, h)", -3 * width),
+    ]
+
+
+def with_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
+    """Slips in masks, and in what the plain core keeps."""
+    tokens, layers = b * s, c.n_layer
+    stream, scores = 4 * tokens * c.n_embd, layers * 4 * b * c.n_head * s * s
+    width, masks = layers * stream, (2 * layers + 1) * stream
+    plain = "with dropout the core is not fused, and keeps three (b, a, s, s) tensors"
+    bits = (2 * layers + 1) * (stream // 32) + layers * (scores // layers // 32)
+    fused = 4 * layers * tokens * c.n_head - 3 * scores
+    return [
+        ("numbers", "it is right for dropout=0: with dropout, other tensors are kept", fused - masks),
+        ("masks", "masks are fp32 on the CPU: 4 bytes a number, not one", -(masks + scores) // 4 * 3),
+        ("masks", "masks are fp32 on the CPU: 4 bytes a number, not one bit", bits - masks - scores),
+        (
+            "masks",
+            "the masks of (b, s, h) are fp32 on the CPU, as the core's is: 4 bytes a number, not one",
+            -3 * masks // 4,
+        ),
+        (
+            "masks",
+            "the core's mask is fp32 on the CPU, as the others are: 4 bytes a number, not one",
+            -3 * scores // 4,
+        ),
+        (
+            "masks",
+            "the masks of (b, s, h) are missing: one after the embeddings, two in each block",
+            -masks,
+        ),
+        ("width", "a block has two masks of (b, s, h): after the attention and after the MLP", -width),
+        (
+            "scores",
+            "the core's dropout keeps its mask, and its product with the probabilities",
+            -2 * scores,
+        ),
+        ("scores", "with dropout the core keeps three (b, a, s, s) tensors: one is missing", -scores),
+        (
+            "scores",
+            "with dropout the core keeps three (b, a, s, s) tensors: here are four. Softmax keeps its "
+            "output, the probabilities, and not the scores",
+            scores,
+        ),
+        (
+            "scores",
+            f"{plain}. Here it has the fused one's log-sum-exp",
+            fused,
+        ),
+        ("width", "scaled queries and scaled keys are missing: the plain core keeps both", -2 * width),
+        ("width", "the core's output is kept once: it is the input of c_proj too", width),
+        (
+            "width",
+            "q, k and v are copied out of c_attn's output: it is not kept beside scaled q and k, and v",
+            3 * width,
+        ),
+    ]
 
 
 def linear_weights(c: GPTConfig) -> int:
@@ -94,25 +236,39 @@ def activation_parts_add_up(trial: Trial) -> None:
         parts, total = {part: whole(given[part]) for part in PARTS}, whole(given["total"])
         message = f"{answers.asked(call)}: the parts add up to {sum(parts.values()):,}, total is {total:,}"
         trial.require(sum(parts.values()) == total, message, help="The total is their sum.")
-        for part, least in surely_kept(*call).items():
-            message = (
-                f"{answers.asked(call, part)} is {parts[part]:,}; this part alone keeps {least:,} or more"
+        for part, (least, what) in surely_kept(*call).items():
+            if parts[part] >= least:
+                continue
+            trial.wrong(
+                f"{answers.asked(call, part)} is {parts[part]:,}; this part alone keeps {what}: "
+                f"{least:,} or more",
+                cause=why_off(answers, call[0].dropout > 0),
+                help=""
+                if total != answers.truth(*call)["total"]
+                else "They count in the part that keeps them.",
             )
-            trial.require(parts[part] >= least, message, help="A storage counts where it is kept first.")
 
 
-def surely_kept(config: GPTConfig, batch_size: int, sequence_length: int) -> dict[str, int]:
-    """Bytes that no reading counts elsewhere: tokens; q, k, v; the GELU's; statistics; log-probabilities."""
+def why_off(answers: Answers, dropout: bool) -> str:
+    """The known slip that gives the totals of all calls with dropout, or of all without."""
+    asked = answers.select("total", lambda config, *_: (config.dropout > 0) == dropout, 0.0)
+    if all(answer.right for answer in asked):
+        return ""
+    return named_cause(answers, asked, "total", activation_slips, ALTERATIONS)
+
+
+def surely_kept(config: GPTConfig, batch_size: int, sequence_length: int) -> dict[str, tuple[int, str]]:
+    """Bytes that no reading counts elsewhere, and what they are."""
     tokens, layers = batch_size * sequence_length, config.n_layer
     width = layers * tokens * config.n_embd
-    sizes = (
-        8 * tokens,
-        12 * width,
-        32 * width,
-        8 * tokens * (2 * layers + 1),
-        4 * tokens * config.vocab_size,
+    kept = (
+        (8 * tokens, "tokens"),
+        (12 * width, "q, k and v"),
+        (32 * width, "the inputs of the GELU and of c_proj"),
+        (8 * tokens * (2 * layers + 1), "a mean and a deviation for each token"),
+        (4 * tokens * config.vocab_size, "the log-probabilities"),
     )
-    return dict(zip(PARTS, sizes, strict=True))
+    return dict(zip(PARTS, kept, strict=True))
 
 
 @check("activation_bytes")

@@ -28,32 +28,53 @@ def count_forward(trial: Trial) -> Answers:
 def forward_slips(key: str, c: GPTConfig, b: int, s: int) -> dict[str, float]:
     if key == "head":
         return head_slips(c, b, s)
-    right, core, tokens = flops(c, b, s), core_flops(c, b, s), b * s
-    attention, total = right["attention"], right["total"]
-    square = 2 * c.n_layer * tokens * c.n_embd**2
-    missing = {
-        "c_proj is missing, attention's second linear layer: (b·s, h) times (h, h)": attention - square,
-        "c_attn has 3h columns, for q, k and v: this is one of them": attention - 2 * square,
-    }
-    return (missing if key == "attention" else {}) | {
-        "the core is missing: q times k, and probabilities times v, s by s for each head": attention - core,
+    right, tokens = flops(c, b, s), b * s
+    with_biases = right[key] + bias_additions(key, c, tokens)
+    known = {"attention": attention_slips, "mlp": mlp_slips, "total": total_slips}[key](c, b, s)
+    return known | {"adding the biases is not counted: products are": with_biases}
+
+
+def attention_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    right, core = flops(c, b, s)["attention"], core_flops(c, b, s)
+    square = 2 * c.n_layer * b * s * c.n_embd**2
+    return {
+        "c_proj is missing, attention's second linear layer: (b·s, h) times (h, h)": right - square,
+        "c_attn has 3h columns, for q, k and v: this is one of them": right - 2 * square,
+        "the core is missing: q times k, and probabilities times v, s by s for each head": right - core,
         (
             "half of the s by s core is missing: the causal half, which the mask hides and the products "
             "compute, or one of the two products, q times k and probabilities times v"
-        ): attention - core // 2,
-        "adding the biases is not counted: products are": right[key] + bias_additions(key, c, tokens),
-        "the core is that of one head: there are n_head of them, each h/a wide": attention
+        ): right - core // 2,
+        "the core is that of one head: there are n_head of them, each h/a wide": right
         - core
         + core // c.n_head,
-        "one side of the s by s core is block_size long: both are as long as the sequence": attention
+        "the core is that of one sequence: there are b of them": right - core + core // b,
+        "one side of the s by s core is block_size long: both are as long as the sequence": right
         + core * (c.block_size - s) // s,
-        "the core is block_size by block_size: it is as long as the sequence": attention
+        "the core is block_size by block_size: it is as long as the sequence": right
         - core
         + core * c.block_size**2 // s**2,
-        "a head is h/a wide: here each has the full width": attention + (c.n_head - 1) * core,
-        "the embedding look-up copies rows, it multiplies nothing": total
-        + 2 * tokens * c.vocab_size * c.n_embd,
-        "the head is missing": total - right["head"],
+        "a head is h/a wide: here each has the full width": right + (c.n_head - 1) * core,
+        "these are multiplications with their additions: each of the two is a FLOP": right / 2,
+    }
+
+
+def mlp_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    right = flops(c, b, s)["mlp"]
+    half = (
+        "half of it: one of the two linear layers is missing, (h, 4h) and (4h, h), or a multiplication and "
+        "its addition count as one"
+    )
+    wide = "the MLP is 4h wide inside"
+    return {half: right / 2, wide: right / 4, f"{wide}, and so both layers are large": right * 5 / 8}
+
+
+def total_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    right, tokens = flops(c, b, s), b * s
+    embedding = 2 * tokens * c.vocab_size * c.n_embd
+    return {
+        "the embedding look-up copies rows, it multiplies nothing": right["total"] + embedding,
+        "the head is missing": right["total"] - right["head"],
         "2·P a token is an estimate: norms multiply nothing, the core has no parameters": (
             2 * tokens * parameters(c)["total"]
         ),

@@ -66,19 +66,43 @@ def count_states(trial: Trial) -> Answers:
 
 
 def state_slips(key: str, num_parameters: int, recipe: str) -> dict[str, float]:
-    slips = {
-        ("optimizer", "fp32"): {"Adam keeps two moments, not one": 4},
-        ("weights", "fp32"): {"fp32 is 4 bytes": 2},
-        ("optimizer", "mixed"): {"the fp32 master copy is missing: it counts here": 8},
-        ("weights", "mixed"): {"the master copy counts with the optimizer: weights are the 16-bit ones": 6},
+    slips: dict[tuple[str, str], dict[str, float]] = {
+        ("weights", "fp32"): {"fp32 is 4 bytes": 2, "fp32 is 4 bytes: 8 are fp64": 8},
+        ("gradients", "fp32"): {
+            "fp32 is 4 bytes": 2,
+            "fp32 is 4 bytes: 8 are fp64": 8,
+            "a gradient for each weight is there from backward to the optimizer's step": 0,
+        },
+        ("optimizer", "fp32"): {
+            "Adam keeps two moments, not one": 4,
+            "fp32 weights are their own master copy: the optimizer has the two moments alone": 12,
+            "the optimizer has the two moments alone: weights and gradients count with themselves": 16,
+        },
+        ("weights", "mixed"): {
+            "the master copy counts with the optimizer: weights are the 16-bit ones": 6,
+            "weights are the 16-bit ones: the fp32 ones are the master copy, and the optimizer's": 4,
+        },
+        ("gradients", "mixed"): {
+            "gradients are 16-bit here: fp32 ones are another recipe, mixed_fp32_gradients": 4,
+            "gradients are 16-bit here: 6 bytes are a 16-bit one and an fp32 one beside it": 6,
+        },
         ("gradients", "mixed_fp32_gradients"): {
             "20 bytes a parameter keep a 16-bit gradient beside the fp32 one: here there is one": 6,
             "fp32 gradients take 4 bytes": 2,
         },
+        ("optimizer", "mixed"): {
+            "the fp32 master copy is missing: it counts here": 8,
+            "Adam's moments stay fp32, 4 bytes each, and so does the master copy": 6,
+            "the master copy is fp32: 4 bytes, not 2": 10,
+            "Adam's two moments are fp32, and the master copy is missing": 4,
+        },
     }
-    slips["optimizer", "mixed_fp32_gradients"] = slips["optimizer", "mixed"]
-    slips["weights", "mixed_fp32_gradients"] = slips["weights", "mixed"]
-    return {text: size * num_parameters for text, size in slips.get((key, recipe), {}).items()}
+    for part in ("weights", "optimizer"):
+        slips[part, "mixed_fp32_gradients"] = slips[part, "mixed"]
+    known = {text: size * num_parameters for text, size in slips.get((key, recipe), {}).items()}
+    right = state_bytes(num_parameters, recipe)[key]
+    told = "the total is the sum of the three parts: here it is twice that"
+    return known | {"these are bits: a byte has 8": 8 * right} | ({told: 2 * right} if key == "total" else {})
 
 
 @check("model_state_bytes")

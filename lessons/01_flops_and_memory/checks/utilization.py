@@ -36,6 +36,8 @@ def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[st
     return {
         "in percent: a fraction of 1 is asked for": 100 * right,
         "upside down: achieved over peak": 1 / right,
+        "half of it: the peak is doubled, or a multiply-add counts as one FLOP, not two": right / 2,
+        "twice too much: the peak is halved, or a multiply-add counts as four FLOPs": 2 * right,
         "peak_flops_per_second is an argument: this is a fraction of an A100's 312e12": right * peak / 312e12,
         "only the forward is counted: backward takes twice as much again": rate / peak * forward,
         "what is computed a second time to save memory does not count": rate / peak * full,

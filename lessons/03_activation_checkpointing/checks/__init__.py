@@ -1,4 +1,4 @@
-"""What lesson 03 grades: a checkpoint, its use on a GPT's blocks and attention, the best length of a group.
+"""What lesson 03 grades: a checkpoint, its use on a GPT's blocks, attention and head, the best group length.
 
 The checks of each exercise are in a file of their own. They run in the order in which they are imported.
 """
@@ -11,4 +11,5 @@ from . import circumstances  # noqa: F401
 from . import blocks  # noqa: F401
 from . import segments  # noqa: F401
 from . import attention  # noqa: F401
+from . import chunks  # noqa: F401
 from . import watched  # noqa: F401

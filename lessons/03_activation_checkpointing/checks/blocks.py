@@ -11,7 +11,18 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
-from .models import STATE_BYTES, Log, build, close_by_name, forgetful, gradients
+from .models import (
+    STATE_BYTES,
+    Log,
+    build,
+    close_by_name,
+    close_with_generators,
+    forgetful,
+    give_generators,
+    gradients,
+    next_numbers,
+    unaware,
+)
 
 NUM_BLOCKS = 5
 
@@ -27,8 +38,8 @@ exercise(
         "one that returns x; or put modules that hold a group each into a ModuleList in the old one's place "
         "(names in state_dict() change then, which is not graded; the Parameter objects must stay).",
         "range(0, num_blocks, every) are the first blocks of the groups; a slice may reach past the end.",
-        "A function that is made in a loop looks its variables up when it is called: hand it the group of "
-        "its own as an argument (functools.partial), or all of them will run the last one.",
+        "A function made in a loop looks its variables up when it is called. Hand it its own group as an "
+        "argument (functools.partial), or all of them will run the last one.",
     ),
 )
 
@@ -47,10 +58,12 @@ def step(
             block.forward = partial(forgetful, False, block.forward)
     is_gpt = isinstance(changed, GPT)
     after = list(changed.parameters()) if is_gpt else []
+    there = {id(p) for p in after}
     result = {
         "same model": changed is model,
-        "same parameters": {id(p) for p in before.values()} == {id(p) for p in after}
-        and len(before) == len(after),
+        "same parameters": {id(p) for p in before.values()} == there and len(before) == len(after),
+        "only lost": len(after) < len(before) and there < {id(p) for p in before.values()},
+        "lost": [name for name, p in before.items() if id(p) not in there],
     }
     if not is_gpt:
         return result
@@ -112,11 +125,26 @@ def given_model_comes_back_with_its_parameters(trial: Trial) -> None:
             help="Change the model in place, and return it: an optimizer or a wrapper may hold it already.",
         )
         trial.require(
+            not mine["only lost"],
+            f"after checkpoint_blocks(model, {every}) the model has {len(mine['lost'])} parameters less than "
+            f"before: {blocks_of(mine['lost'])}",
+            help="Every block belongs to a group, the last ones too: where the number of blocks does not "
+            "divide by `every`, one group is shorter.",
+        )
+        trial.require(
             mine["same parameters"],
             f"after checkpoint_blocks(model, {every}) the model's parameters are other objects, or other in "
             "number",
             help="Keep the block modules, and put them into the groups without copying.",
         )
+
+
+def blocks_of(names: list[str]) -> str:
+    """Whose parameters these are: of blocks, where all are."""
+    found = [name.split(".")[2] for name in names if name.startswith("transformer.h.")]
+    if len(found) < len(names):
+        return ", ".join(names)
+    return f"all of block {', '.join(dict.fromkeys(found))}"
 
 
 def ready(trial: Trial) -> SimpleNamespace:
@@ -270,3 +298,59 @@ def inputs_of_groups_alone_stay_alive(trial: Trial) -> None:
             "hold activations count too.",
             cause=cause,
         )
+
+
+def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx: Tensor) -> dict:
+    """Two passes, then backward of both; half of the dropouts get their generators after the change."""
+    model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
+    before, blocks = dict(model.named_parameters()), list(model.transformer.h)
+    soon, late = [block.mlp.dropout for block in blocks], [block.attn.resid_dropout for block in blocks]
+    generators = give_generators(soon, seed, rank.device)
+    if how == "mine":
+        model = rank.submission.checkpoint_blocks(model, every)
+    elif how == "unaware":
+        for block in blocks:
+            block.forward = partial(unaware, block.forward)
+    generators += give_generators(late, seed + len(soon), rank.device)
+    first, second = model(idx)[0], model(idx.flip(1))[0]
+    (first.square().mean() + second.sin().mean()).backward()
+    return {"gradients": gradients(before), "drawn": [next_numbers(each) for each in generators]}
+
+
+@check("checkpoint_blocks")
+def generators_of_dropouts_repeat(trial: Trial) -> None:
+    """A generator that a Dropout has of its own repeats its numbers too, and goes on as without."""
+    config = GPTConfig(
+        block_size=16, vocab_size=20, n_layer=3, n_head=2, n_embd=2 * trial.integer(8, 12), dropout=0.3
+    )
+    inputs, seeds = (asdict(config), trial.seed(), trial.tokens(20, 2, 16)), [trial.seed()]
+
+    def run(how: str, every: int = 1) -> dict:
+        return trial.run(own_generators, how, every, *inputs, seeds=seeds)[0]
+
+    plain = run("plain")
+    for every in (1, 2):
+        close_with_generators(trial, run("mine", every), plain, lambda: run("unaware")["gradients"])
+
+
+def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> list[int]:
+    """The blocks that backward runs in a GPT that was there when another one was checkpointed."""
+    other, model = (build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device) for _ in range(2))
+    rank.submission.checkpoint_blocks(model)
+    log = Log(other.transformer.h)
+    y = other(idx)[0]
+    forward = len(log.entries)
+    y.sum().backward()
+    return log.entries[forward:]
+
+
+@check("checkpoint_blocks")
+def other_models_stay_as_they_are(trial: Trial) -> None:
+    """It changes the given model, and no other one."""
+    sizes = asdict(GPTConfig(block_size=8, vocab_size=20, n_layer=2, n_head=2, n_embd=16))
+    again = trial.run(bystander, sizes, trial.seed(), trial.tokens(20, 2, 8))[0]
+    trial.require(
+        not again,
+        "another GPT, which was there before, now computes its blocks again in backward as well",
+        help="Give the blocks of this model another forward, `block.forward = ...`, and not their class.",
+    )

@@ -17,6 +17,7 @@ from .models import (
     build,
     checkpoint_of,
     close_by_name,
+    describe_call,
     gradients,
     seeing,
 )
@@ -26,17 +27,17 @@ exercise(
     world_sizes=(1,),
     distributed=False,
     hints=(
-        "There are two ways. An autograd.Function, whose forward runs the function under no_grad and whose "
-        "backward runs it once more with gradients; or saved_tensors_hooks, which hand autograd a stand-in "
-        "for every tensor that it wants to keep.",
+        "There are two ways. Write an autograd.Function: its forward runs the function under no_grad, its "
+        "backward runs it once more with gradients. Or use saved_tensors_hooks: they hand autograd a "
+        "stand-in for every tensor that it wants to keep.",
         "autograd.Function: detach the inputs before the second run, and call torch.autograd.backward on "
-        "what it returns: weights get their gradients by that. Backward is called at all only if an input "
-        "of Function.apply needs a gradient: hand it a tensor of your own that does.",
-        "saved_tensors_hooks: the second run keeps the same tensors in the same order as the first. The "
-        "first stand-in that backward asks for starts that run, under hooks that fill in all stand-ins.",
-        "torch.get_rng_state() before the first run; in backward the state of now is put aside, the old "
-        "one set, the function run, and the state of now set again. torch.is_autocast_enabled('cpu') and "
-        "torch.get_autocast_dtype('cpu') tell what to wrap the second run in.",
+        "what it returns. That gives the weights their gradients. Autograd calls your backward only if an "
+        "input of Function.apply needs a gradient: hand it a tensor of your own that does.",
+        "saved_tensors_hooks: the second run keeps the same tensors in the same order as the first. Start "
+        "it when backward asks for the first stand-in, under hooks that fill in all stand-ins.",
+        "Call torch.get_rng_state() before the first run. In backward, put the present state aside, set the "
+        "old one, run the function, and set the present state again. torch.is_autocast_enabled('cpu') and "
+        "torch.get_autocast_dtype('cpu') say what to wrap the second run in.",
     ),
 )
 
@@ -44,6 +45,64 @@ HELP_MASK = (
     "Dropout must drop the same elements in both calls: keep the random state of before the first call, and "
     "set it for the second one."
 )
+
+
+# --- tensors that say which they are ---
+
+
+class Keep(torch.autograd.Function):
+    """Keeps tensors full of a number each; backward notes what it was given in their place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numbers: list[int], asked: list[tuple[int, float]]) -> Tensor:
+        ctx.save_for_backward(*(torch.full((3,), float(n), device=x.device) for n in numbers))
+        ctx.numbers, ctx.asked = numbers, asked
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.asked += [(n, float(given[0])) for n, given in zip(ctx.numbers, ctx.saved_tensors, strict=True)]
+        return gradient, None, None
+
+
+class Numbered(torch.nn.Module):
+    """Keeps four tensors for backward, in three operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[dict[str, Any]] = []
+        self.asked: list[tuple[int, float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(describe_call(x))
+        for numbers in ([1], [2, 3], [4]):
+            x = Keep.apply(x, numbers, self.asked)
+        return x
+
+
+def numbered(rank: Any, x: Tensor) -> list[tuple[int, float]]:
+    """What backward asked for, and what it was given."""
+    function = Numbered()
+    y = checkpoint_of(rank, "mine")(function, x.requires_grad_())
+    if y.requires_grad:
+        with seeing(function.calls):
+            y.sum().backward()
+    return function.asked
+
+
+@check("checkpoint")
+def backward_gets_the_tensors_that_it_asks_for(trial: Trial) -> None:
+    """Where backward asks for the k-th tensor that the function kept, it gets the k-th."""
+    asked = trial.run(numbered, trial.normal(5))[0]
+    wrong = [(number, given) for number, given in asked if number != given]
+    trial.require(
+        not wrong,
+        f"backward asked for the tensors {', '.join(str(number) for number, _ in asked)} of those that a "
+        f"function kept, in this order, and got {', '.join(f'{given:g}' for _, given in asked)}",
+        cause="the tensors of the second run are handed out in another order than backward asks for them",
+        help="Backward goes from the end to the start. Number the tensors when they are kept, hand the "
+        "number to autograd instead, and find the tensor of the second run by it.",
+    )
 
 
 # --- three checkpoints in a row, with dropout ---
@@ -79,6 +138,7 @@ def chain(rank: Any, how: str, seed: int, a: Tensor, upstream: Tensor) -> dict:
         | {f"the gradient of second.{name}": g for name, g in gradients(second).items()},
         "called": [called, [len(first.calls), len(second.calls)]],
         "given": [[call["given"] for call in layers.calls] for layers in (first, second)],
+        "needs": [call["needs"] for call in first.calls[called[0] :] + second.calls[called[1] :]],
         "by_torch": any(call["by_torch"] for call in first.calls + second.calls),
         "drawn": drawn,
         "peek": peek,
@@ -113,6 +173,12 @@ def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     """Gradients of inputs and weights are those of function(*inputs), with dropout in it."""
     seen = trial.once(observe_chain)
     expected = seen.plain["gradients"]
+    if seen.mine["gradients"]["the gradient of the input"] is None and not all(seen.mine["needs"]):
+        trial.wrong(
+            "the gradient of the input is None",
+            cause="the second call got an input that needs no gradient, and so found none for it",
+            help="detach() also takes requires_grad off: x.detach().requires_grad_(x.requires_grad).",
+        )
     twice = "it counts twice: is backward run through the same part of the graph twice?"
     slips = {**seen.others, twice: lambda: {name: 2 * gradient for name, gradient in expected.items()}}
     steps = {told: HELP_MASK for told in ANOTHER_MASK.values()}

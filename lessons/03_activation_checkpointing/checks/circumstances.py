@@ -8,16 +8,24 @@ from torch import Tensor, nn
 
 from grader.checks import Trial, check
 
-from .models import Layers, build, checkpoint_of, describe_call, gradients, seeing
+from .models import Layers, build, checkpoint_of, describe_call, gradients, next_numbers, seeing
+
+Autocasts = tuple[str, str]
+"""Of a forward and of its backward: "off", or a dtype."""
 
 
-def under_autocast(rank: Any, how: str, seed: int, inside: bool, x: Tensor, upstream: Tensor) -> dict:
-    """Forward under autocast, backward after it; or, for comparison, no autocast at all."""
+def autocast(device: str, kind: str) -> torch.autocast:
+    dtype = torch.bfloat16 if kind == "off" else getattr(torch, kind)
+    return torch.autocast(device, dtype, enabled=kind != "off")
+
+
+def under_autocast(rank: Any, how: str, seed: int, kinds: Autocasts, x: Tensor, upstream: Tensor) -> dict:
+    """Forward and backward, each under an autocast of its own, or outside of any."""
     layers, device = build(lambda: Layers(x.size(-1), 0.2), seed, rank.device), rank.device.type
     x = x.requires_grad_()
-    with torch.autocast(device, torch.bfloat16, enabled=inside):
+    with autocast(device, kinds[0]):
         y = checkpoint_of(rank, how)(layers, x)
-    with seeing(layers.calls):
+    with seeing(layers.calls), autocast(device, kinds[1]):
         y.backward(upstream.to(y.dtype))
     return {
         "output": y.detach().clone(),
@@ -28,32 +36,40 @@ def under_autocast(rank: Any, how: str, seed: int, inside: bool, x: Tensor, upst
 
 @check("checkpoint")
 def works_inside_autocast(trial: Trial) -> None:
-    """A function that ran under autocast is computed again under the same autocast."""
+    """The function is computed again under the autocast of its first call: on or off, and with its dtype."""
     inputs = trial.normal(9, 8), trial.normal(9, 8)
     seed, seeds = trial.seed(), [trial.seed()]
-    mine, plain, off = (
-        trial.run(under_autocast, how, seed, inside, *inputs, seeds=seeds)[0]
-        for how, inside in (("mine", True), ("plain", True), ("plain", False))
-    )
+
+    def run(how: str, *kinds: str) -> dict:
+        return trial.run(under_autocast, how, seed, kinds, *inputs, seeds=seeds)[0]
+
+    off = run("plain", "off", "off")
     help = (
-        "Backward runs outside of autocast. Remember torch.is_autocast_enabled(device_type) and "
-        "torch.get_autocast_dtype(device_type), and put the second call into torch.autocast(...) with them."
+        "Backward runs under the autocast of whoever calls it. Remember "
+        "torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type), and put the "
+        "second call into torch.autocast(...) with both, enabled or not."
     )
-    expected = [plain["autocast"][0]] * len(mine["autocast"])
-    trial.equal("the autocast of each call of the function", mine["autocast"], expected, help=help)
-    trial.close("the output under autocast", mine["output"], plain["output"])
-    for name, expected in plain["gradients"].items():
-        trial.close(
-            f"the gradient of {name} under autocast",
-            mine["gradients"][name],
-            expected,
-            alternatives={"the second call computed in float32": off["gradients"][name]},
-            help=help,
-        )
+    for kinds in (("bfloat16", "off"), ("float16", "off"), ("off", "bfloat16")):
+        mine, plain = run("mine", *kinds), run("plain", *kinds)
+        where = f"forward under autocast {kinds[0]}, backward {kinds[1]}"
+        expected = [plain["autocast"][0]] * len(mine["autocast"])
+        told = f"the autocast of each call of the function ({where})"
+        trial.equal(told, mine["autocast"], expected, help=help)
+        trial.close(f"the output ({where})", mine["output"], plain["output"])
+        if kinds[0] == "off":
+            continue  # what backward itself computes in fewer bits is not the checkpoint's affair
+        for name, expected in plain["gradients"].items():
+            trial.close(
+                f"the gradient of {name} ({where})",
+                mine["gradients"][name],
+                expected,
+                alternatives={"the second call computed in float32": off["gradients"][name]},
+                help=help,
+            )
 
 
 class Masked(nn.Module):
-    """Dropout from a generator of its own."""
+    """Dropouts from two generators of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,26 +77,31 @@ class Masked(nn.Module):
         self.calls: list[dict[str, Any]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(describe_call(x.device.type))
-        mask = torch.empty_like(x).bernoulli_(0.5, generator=self.generator)
-        return (x * self.weight * mask).sin()
+        self.calls.append(describe_call(x))
+        for generator in self.generators:
+            x = x * torch.empty_like(x).bernoulli_(0.5, generator=generator)
+        return (x * self.weight).sin()
 
 
-def own_generator(rank: Any, how: str, seed: int, x: Tensor) -> dict | None:
-    """A checkpoint that is told of a generator; None where `checkpoint` has no such parameter.
+def own_generators(rank: Any, how: str, seed: int, as_iterator: bool, x: Tensor) -> dict:
+    """A checkpoint that is told of two generators, from which others draw before backward.
 
-    "others" are the gradients of one more, plain call, which draws the generator's next numbers.
+    "peek" are the numbers that follow the function's, "others" the gradients of one more, plain call after
+    all that, which draws the generators' next numbers.
     """
     checkpoint = checkpoint_of(rank, how)
     if how == "mine" and "generators" not in inspect.signature(checkpoint).parameters:
-        return None
+        return {}
     module = build(Masked, seed, rank.device)
-    module.generator = torch.Generator(rank.device).manual_seed(seed)
-    told = {"generators": [module.generator]} if how == "mine" else {}
+    module.generators = generators = [torch.Generator(rank.device).manual_seed(seed + i) for i in range(2)]
+    told = {} if how == "plain" else {"generators": iter(generators) if as_iterator else generators}
     y = checkpoint(module, x.requires_grad_(), **told)
+    peek = [next_numbers(generator) for generator in generators]
+    for generator in generators:
+        torch.rand(3, device=rank.device, generator=generator)
     y.sum().backward()
-    found = {"x": x.grad.clone(), "weight": module.weight.grad.clone()}
-    found["after"] = torch.rand(4, device=rank.device, generator=module.generator.clone_state())
+    found = {"x": x.grad.clone(), "weight": module.weight.grad.clone(), "peek": peek}
+    found["after"] = [next_numbers(generator) for generator in generators]
     module.zero_grad()
     x.grad = None
     module(x).sum().backward()
@@ -91,18 +112,32 @@ def own_generator(rank: Any, how: str, seed: int, x: Tensor) -> dict | None:
 def given_generators_repeat(trial: Trial) -> None:
     """Generators that it is told of repeat their numbers too, and go on afterwards as without."""
     x, seed, seeds = trial.normal(9, 8), trial.seed(), [trial.seed()]
-    mine, plain = (trial.run(own_generator, how, seed, x, seeds=seeds)[0] for how in ("mine", "plain"))
-    if mine is None:
-        return
     help = (
-        "generator.get_state() and generator.set_state(state) do for it what get_rng_state does for torch's."
+        "generator.get_state() and generator.set_state(state) do for it what get_rng_state does for torch's: "
+        "remember the states before the first call, and around the second one set them, and set them back."
     )
-    for name in ("x", "weight"):
-        trial.close(
-            f"the gradient of {name}, where dropout has a generator of its own,",
-            mine[name],
-            plain[name],
-            alternatives={"the second call drew that generator's next numbers": plain["others"][name]},
-            help=help,
+    for given, as_iterator in (("a list", False), ("an iterator", True)):
+        mine, plain = (
+            trial.run(own_generators, how, seed, as_iterator, x, seeds=seeds)[0] for how in ("mine", "plain")
         )
-    trial.close("the generator's next number after backward", mine["after"], plain["after"], help=help)
+        if not mine:  # `checkpoint(function, *inputs)`, which nobody can tell of generators
+            return
+        where = f"where dropouts have generators of their own, given as {given},"
+        for name in ("x", "weight"):
+            trial.close(
+                f"the gradient of {name}, {where}",
+                mine[name],
+                plain[name],
+                alternatives={"the second call drew those generators' next numbers": plain["others"][name]},
+                help=f"{help} An iterator is used up after one pass: make a list of it."
+                if as_iterator
+                else help,
+            )
+        for i, expected in enumerate(plain["after"]):
+            trial.close(
+                f"what generator {i} draws after backward",
+                mine["after"][i],
+                expected,
+                alternatives={"it stands where the second call left it": plain["peek"][i]},
+                help=help,
+            )

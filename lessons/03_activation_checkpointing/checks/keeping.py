@@ -33,6 +33,7 @@ def keep(
         recording.mark("after the forward")
         if total.requires_grad:
             total.backward()
+        recording.mark("with the loss")
         del total
         gc.collect()
         recording.mark("after backward")
@@ -102,11 +103,24 @@ def why_kept(alive: int, without: int, sizes: dict[str, int]) -> str:
 def nothing_of_the_second_call_is_left(trial: Trial) -> None:
     """After backward nothing is left of what the second call computed."""
     seen = trial.once(observe_kept)
-    alive, without = (run["recording"].alive("after backward") for run in (seen.mine, seen.plain))
-    trial.require(
-        alive <= without + SLACK,
-        f"after backward {alive:,} bytes are alive; without checkpointing it would be the {without:,} "
-        "of the inputs' gradients",
-        help="What the second call made goes when backward has used it: hold it where the graph does, and "
-        "not in a list that stays.",
-    )
+    for mark, when, help in (
+        (
+            "after backward",
+            "after backward",
+            "What the second call made goes when backward has used it: hold it where the graph does, and "
+            "not in a list that stays.",
+        ),
+        (
+            "with the loss",
+            "after backward, while somebody holds the loss,",
+            "Backward frees what save_for_backward and the hooks were given, and nothing else: a tensor that "
+            "you put on ctx lives as long as the loss does. Use local variables.",
+        ),
+    ):
+        alive, without = (run["recording"].alive(mark) for run in (seen.mine, seen.plain))
+        trial.require(
+            alive <= without + SLACK,
+            f"{when} {alive:,} bytes are alive; without checkpointing it would be the {without:,} "
+            "of the inputs' gradients",
+            help=help,
+        )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from grader.checks import Fault, Trial, is_close
-from nanogpt.model import GPT, GPTConfig, PlainAttention
+from nanogpt.model import GPT, Dropout, GPTConfig, PlainAttention
 
 STATE_BYTES = 12_000
 """What one checkpoint may keep besides tensors of the model: random states, of about 5,000 bytes each."""
@@ -33,18 +33,24 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         given = list(x.shape), x.detach().double().sum().item()
-        self.calls.append({**describe_call(x.device.type), "given": given})
+        self.calls.append({**describe_call(x), "given": given})
         return self.down(self.dropout(nn.functional.gelu(self.up(x))))
 
 
-def describe_call(device: str) -> dict[str, Any]:
-    """Under which circumstances the code that calls this runs."""
+def describe_call(x: Tensor) -> dict[str, Any]:
+    """Under which circumstances the code that calls this runs, with this input."""
     frame, by_torch = sys._getframe(1), False
     while frame is not None:
         by_torch = by_torch or frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
         frame = frame.f_back
+    device = x.device.type
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
-    return {"by_torch": by_torch, "autocast": autocast, "gradients": torch.is_grad_enabled()}
+    return {
+        "by_torch": by_torch,
+        "autocast": autocast,
+        "gradients": torch.is_grad_enabled(),
+        "needs": x.requires_grad,
+    }
 
 
 @contextmanager
@@ -52,12 +58,17 @@ def seeing(*calls: list[dict[str, Any]]) -> Iterator[None]:
     """An error inside is told with how the later calls of a function differed from its first one."""
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         for first, *others in filter(None, calls):
             if first["gradients"] and any(not call["gradients"] for call in others):
                 error.add_note(
                     "the second call ran with gradients switched off, as they are in an autograd.Function "
                     "and while autograd asks for what it kept: torch.enable_grad() belongs around it"
+                )
+            if first["needs"] and any(not call["needs"] for call in others):
+                error.add_note(
+                    "the second call got an input that needs no gradient: detach() takes requires_grad off, "
+                    "x.detach().requires_grad_(x.requires_grad) keeps it"
                 )
             for call in others:
                 if call["autocast"] != first["autocast"]:
@@ -167,6 +178,47 @@ def gradients(module: nn.Module | dict[str, nn.Parameter]) -> dict[str, Tensor |
     """Clones of all gradients by name; None where there is none. A model whose names may change is a dict."""
     named = module if isinstance(module, dict) else dict(module.named_parameters())
     return {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
+
+
+def next_numbers(generator: torch.Generator) -> Tensor:
+    """What it would draw next; it stays where it is."""
+    return torch.rand(4, device=generator.device, generator=generator.clone_state())
+
+
+def give_generators(dropouts: list[Dropout], seed: int, device: torch.device) -> list[torch.Generator]:
+    """A generator of its own for each of them."""
+    for i, dropout in enumerate(dropouts):
+        dropout.generator = torch.Generator(device).manual_seed(seed + i)
+    return [dropout.generator for dropout in dropouts]
+
+
+def unaware(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """A checkpoint that knows of torch's random numbers alone, to tell what that slip looks like."""
+    return torch_checkpoint(function, *inputs, use_reentrant=False)
+
+
+def close_with_generators(trial: Trial, mine: dict, plain: dict, other: Callable[[], dict]) -> None:
+    """Require what two passes of a model give whose dropouts have generators of their own."""
+    help = (
+        "Look for a `generator` among the modules that are computed again, each time that they are: it may "
+        "be given to a Dropout later. `checkpoint` takes them as generators=..."
+    )
+    left = (
+        "The second run must leave generators as it finds them. (PyTorch's checkpoint ends it with an "
+        "exception: set them back in a `finally`.)"
+    )
+    expected = plain["gradients"]
+    close_by_name(
+        trial,
+        {name: f"the gradient of {name}, where dropouts have generators of their own," for name in expected},
+        mine["gradients"],
+        expected,
+        {"the second run drew those generators' next numbers": other},
+        help,
+    )
+    for number, (drawn, right) in enumerate(zip(mine["drawn"], plain["drawn"], strict=True)):
+        told = f"what generator {number} draws after backward"
+        trial.close(told, drawn, right, help=left)
 
 
 def gpt(config: GPTConfig, plain_attention: bool) -> GPT:

@@ -11,7 +11,7 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
-from .models import STATE_BYTES, Log, build, close_by_name, gradients
+from .models import STATE_BYTES, Log, build, close_by_name, forgetful, gradients
 
 exercise(
     "watched_forward",
@@ -40,6 +40,12 @@ def of_outputs(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
     return x
 
 
+def other_masks(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
+    for block in blocks:
+        x = forgetful(False, block, x)
+    return x
+
+
 def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
     """Two forwards, then backward of both, then a forward without gradients, and one in evaluation mode."""
     ways = {
@@ -47,6 +53,7 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
         "of outputs": of_outputs,
         "nine tenths": partial(plain_forward, share=0.9),
         "with signs": partial(plain_forward, absolute=False),
+        "another mask": other_masks,
     }
     forward = ways.get(how) or rank.submission.watched_forward
     blocks = build(lambda: GPT(GPTConfig(**config)).transformer.h, seed, rank.device)
@@ -93,7 +100,10 @@ def observe(trial: Trial) -> SimpleNamespace:
     inputs = asdict(config), trial.seed(), batches, trial.normal(config.n_layer).abs()
     seeds = [trial.seed()]
     mine, plain = (trial.run(watch, how, *inputs, seeds=seeds)[0] for how in ("mine", "plain"))
-    other = lambda how: trial.run(watch, how, *inputs, seeds=seeds)[0]["sizes"]  # noqa: E731
+
+    def other(how: str, part: str = "sizes") -> dict:
+        return trial.run(watch, how, *inputs, seeds=seeds)[0][part]
+
     return SimpleNamespace(
         mine=mine, plain=plain, other=other, num_blocks=config.n_layer, stream=batches[0].nbytes
     )
@@ -105,18 +115,25 @@ def every_block_learns_from_its_own_input(trial: Trial) -> None:
     seen = trial.once(observe)
     for expected, given in zip(seen.plain["outputs"], seen.mine["outputs"], strict=True):
         trial.close("the output", given, expected, help="x goes through the blocks in their order.")
-    for name, expected in seen.plain["gradients"].items():
-        trial.close(
-            f"the gradient of {name}, of block number first in its name,"
-            if name != "x"
-            else "the gradient of x",
-            seen.mine["gradients"][name],
-            expected,
-            help="The function is called again in backward, when the loop is long over. It has to know then "
-            "which block was its own: hand the block over as an input or with functools.partial, or "
-            "checkpoint the block itself. (With use_reentrant=True, the older version, blocks learn nothing "
-            "from an x that needs no gradient: section 6.)",
-        )
+    expected = seen.plain["gradients"]
+    masks = "the second run drew other dropout masks"
+    close_by_name(
+        trial,
+        {
+            name: "the gradient of x"
+            if name == "x"
+            else f"the gradient of {name}, of block number first in its name,"
+            for name in expected
+        },
+        seen.mine["gradients"],
+        expected,
+        {masks: partial(seen.other, "another mask", "gradients")},
+        "The function is called again in backward, when the loop is long over. It has to know then "
+        "which block was its own: hand the block over as an input or with functools.partial, or "
+        "checkpoint the block itself. (With use_reentrant=True, the older version, blocks learn nothing "
+        "from an x that needs no gradient: section 6.)",
+        {masks: "Leave preserve_rng_state as it is: the second run must start from the same random state."},
+    )
 
 
 @check("watched_forward")

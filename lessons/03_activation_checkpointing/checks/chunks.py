@@ -1,0 +1,227 @@
+"""Checks of `chunked_cross_entropy`: the loss of a head whose logits never exist all at once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .models import STATE_BYTES
+
+exercise(
+    "chunked_cross_entropy",
+    world_sizes=(1,),
+    distributed=False,
+    uses=("checkpoint",),
+    hints=(
+        "The loss is a sum over tokens, divided by how many count. What of it can a chunk compute alone?",
+        'F.cross_entropy(..., reduction="sum") of a chunk that counts nothing is 0, where "mean" is 0/0.',
+        "A loop over chunks alone keeps every chunk's logits for backward. What did you build in 3.1?",
+        "Checkpoint each chunk, not the loop: inside one checkpoint, backward would make all of them again.",
+    ),
+)
+
+BYTES = 4
+NUM_CHUNKS = 40
+
+
+def whole(x: Tensor, weight: Tensor, targets: Tensor, chunk_size: int = 0) -> Tensor:
+    """What is asked for, with all logits at once."""
+    return F.cross_entropy(x @ weight.T, targets, ignore_index=-1)
+
+
+def chunks(x: Tensor, targets: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), targets.split(size), strict=True))
+
+
+def mean_of_means(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    means = [whole(rows, weight, goals) for rows, goals in chunks(x, targets, size) if (goals != -1).any()]
+    return torch.stack(means).mean()
+
+
+def weighed_by_tokens(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    parts = [len(rows) * whole(rows, weight, g) for rows, g in chunks(x, targets, size) if (g != -1).any()]
+    return torch.stack(parts).sum() / len(x)
+
+
+def over_all_tokens(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    return whole(x, weight, targets) * (targets != -1).sum() / len(targets)
+
+
+def sum_over_targets(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    return whole(x, weight, targets) * (targets != -1).sum()
+
+
+def without_the_rest(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    end = len(x) // size * size
+    kept = F.cross_entropy(x[:end] @ weight.T, targets[:end], ignore_index=-1, reduction="sum")
+    return kept / (targets != -1).sum()
+
+
+def without_the_rest_at_all(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    end = len(x) // size * size
+    return whole(x[:end], weight, targets[:end])
+
+
+SLIPS = {
+    "this is the mean of the chunks' means: a chunk with fewer counted targets counts as much": mean_of_means,
+    "each chunk counts by its tokens, not by its counted targets": weighed_by_tokens,
+    "it is divided by all targets, those of -1 as well": over_all_tokens,
+    "it is a sum: nobody divides by how many targets count": sum_over_targets,
+    "the tokens of the last chunk, which is shorter, are left out": without_the_rest,
+    "the tokens of the last chunk, which is shorter, are left out, of the count as well": (
+        without_the_rest_at_all
+    ),
+}
+UPSTREAM = "the gradient that comes into backward is not multiplied in"
+
+
+def step(rank: Any, how: str, size: int, scale: float, needs: tuple[bool, bool], *given: Tensor) -> dict:
+    """One forward and backward of a loss that somebody multiplies by `scale`."""
+    x, weight, targets = (tensor.clone() for tensor in given)
+    x.requires_grad_(needs[0])
+    weight.requires_grad_(needs[1])
+    function = rank.submission.chunked_cross_entropy if how == "mine" else whole
+    with rank.record(memory=True) as recording:
+        loss = function(x, weight, targets, size)
+        recording.mark("after the forward")
+        if loss.requires_grad:
+            (loss * scale).backward()
+    unchanged = all(torch.equal(a.detach(), b) for a, b in zip((x, weight, targets), given, strict=True))
+    return {
+        "loss": loss.detach().clone(),
+        "gradients": [None if t.grad is None else t.grad.clone() for t in (x, weight)],
+        "recording": recording,
+        "unchanged": unchanged,
+    }
+
+
+def inputs(trial: Trial, tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = trial.normal(tokens, width), trial.normal(vocabulary, width)
+    return x, weight, trial.tokens(vocabulary, tokens)
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    """Seven chunks, of which the second counts nothing, and the last is shorter."""
+    size = trial.integer(5, 8)
+    tokens = 6 * size + trial.integer(1, 3)
+    given = inputs(trial, tokens, trial.integer(9, 14), trial.integer(30, 40))
+    targets = given[2]
+    targets[size : 2 * size] = -1
+    targets[3 * size + 1 : 4 * size] = -1
+    targets[::5] = -1
+    targets[-1] = 3  # the shorter chunk counts
+    scale = 0.5 + trial.integer(1, 100) / 50
+    return SimpleNamespace(given=given, size=size, scale=scale)
+
+
+def ended(trial: Trial, seen: SimpleNamespace, size: int, needs: tuple[bool, bool] = (True, True)) -> None:
+    """Require the loss and the gradients of the whole."""
+    arguments = size, seen.scale, needs, *seen.given
+    mine, right = (trial.run(step, how, *arguments)[0] for how in ("mine", "whole"))
+    told = f"with chunks of {size} of {len(seen.given[0])} tokens"
+    trial.close(
+        f"the loss {told}",
+        mine["loss"],
+        right["loss"],
+        alternatives=lambda: {
+            cause: slip(*seen.given, size) for cause, slip in SLIPS.items() if size < len(seen.given[0])
+        },
+        help="Add up the losses of all chunks, and divide by how many targets count in all of them.",
+    )
+    trial.require(mine["unchanged"], "its arguments are changed", help="Cut them into views, and only read.")
+    for number, name in enumerate(("x", "weight")):
+        if not needs[number]:
+            continue
+        expected = right["gradients"][number]
+        trial.close(
+            f"the gradient of {name} {told}",
+            mine["gradients"][number],
+            expected,
+            alternatives={UPSTREAM: expected / seen.scale},
+            help="Gradients are those of the whole, times what comes into backward: the loss may be scaled.",
+        )
+
+
+@check("chunked_cross_entropy")
+def loss_and_gradients_are_those_of_the_whole(trial: Trial) -> None:
+    """Loss and gradients are those of all logits at once, however targets and chunks fall."""
+    seen = trial.once(observe)
+    for size in (seen.size, 1, len(seen.given[0]), len(seen.given[0]) + 3):
+        ended(trial, seen, size)
+
+
+@check("chunked_cross_entropy")
+def what_needs_no_gradient_gets_none(trial: Trial) -> None:
+    """x or weight may need no gradient, or both: a frozen head, or a validation."""
+    seen = trial.once(observe)
+    for needs in ((True, False), (False, True), (False, False)):
+        ended(trial, seen, seen.size, needs)
+
+
+def observe_bytes(trial: Trial) -> SimpleNamespace:
+    """Forty chunks of a head that is narrow: logits are nearly all that it makes."""
+    size, width, vocabulary = trial.integer(6, 8), 4, trial.integer(3900, 4000)
+    tokens = NUM_CHUNKS * size
+    given = inputs(trial, tokens, width, vocabulary)
+    mine, all_at_once = (
+        trial.run(step, how, size, 1.0, (True, True), *given)[0]["recording"] for how in ("mine", "whole")
+    )
+    return SimpleNamespace(
+        mine=mine,
+        whole=all_at_once,
+        size=size,
+        vocabulary=vocabulary,
+        logits=BYTES * size * vocabulary,  # of one chunk
+        gradients=BYTES * width * (tokens + vocabulary),  # of x and of weight
+        states=NUM_CHUNKS * STATE_BYTES,
+        product=2 * tokens * width * vocabulary,
+    )
+
+
+@check("chunked_cross_entropy")
+def logits_exist_for_one_chunk_at_a_time(trial: Trial) -> None:
+    """No tensor has the logits of more than one chunk, and backward makes them a chunk at a time, too."""
+    seen = trial.once(observe_bytes)
+    largest, rows = seen.mine.largest_elements, seen.mine.largest_elements // seen.vocabulary
+    trial.require(
+        rows <= seen.size,
+        f"with chunks of {seen.size} tokens a tensor has {largest:,} numbers: the logits of {rows} tokens",
+        help="Cut x first, and compute the logits of a chunk: x[i : i + chunk_size] @ weight.T.",
+        cause=f"it makes {seen.size} chunks: chunk_size is how many tokens a chunk has"
+        if rows == NUM_CHUNKS
+        else "the logits of all tokens exist before they are cut"
+        if rows == NUM_CHUNKS * seen.size
+        else "",
+    )
+    after, many = seen.mine.alive("after the forward"), NUM_CHUNKS * seen.logits // 2
+    trial.require(
+        after <= seen.gradients + seen.logits + seen.states,
+        f"after the forward {after:,} bytes are alive, and one chunk's logits are {seen.logits:,}",
+        help="Autograd keeps what every chunk's cross entropy needs: checkpoint the chunk.",
+        cause="every chunk's logits are kept for backward" if after >= many else "",
+    )
+    peak, most = seen.mine.peak_bytes, 2 * seen.gradients + 5 * seen.logits + seen.states
+    trial.require(
+        peak <= most,
+        f"at the worst moment {peak:,} bytes are alive. Five tensors of a chunk's logits, and the gradients "
+        f"twice, are less than {most:,}; all logits at once make {seen.whole.peak_bytes:,}",
+        help="Checkpoint each chunk by itself: what is computed again must go before the next chunk's comes.",
+        cause="backward makes all chunks' logits again before it uses the first" if peak >= many else "",
+    )
+
+
+@check("chunked_cross_entropy")
+def product_is_computed_at_most_twice(trial: Trial) -> None:
+    """Forward and backward multiply at most four times: the product, once again, and two gradients."""
+    seen = trial.once(observe_bytes)
+    products = seen.mine.flops() / seen.product
+    trial.require(
+        products <= 4.01,
+        f"forward and backward together make {products:.1f} products of the head's size: one in the forward, "
+        "one again and two for gradients are 4",
+        help="Each chunk is computed again once. A checkpoint inside another computes it a third time.",
+    )
