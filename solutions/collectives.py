@@ -6,7 +6,7 @@ Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Commun
 MPICH"; Patarasuk and Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> None:
     Down a binomial tree: in each round every rank that has the tensor sends it to one that has not.
     n - 1 messages in all, ceil(log2 n) rounds, and at most ceil(log2 n) messages from any rank.
     Any shape and dtype, bit for bit. The tensor need not be contiguous, nor lie in memory as it does on
-    other ranks. Made of messages between two ranks alone, each of them over when the function returns.
+    other ranks. Uses only messages between two ranks, all of them over when the function returns.
     """
     # answer
     n, rank = group.size(), group.rank()
@@ -62,13 +62,14 @@ def pass_on(outgoing: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of all ranks' tensors, of which rank r returns chunk r: any shape to (ceil(numel/n),).
+    """The sum of all ranks' tensors, flattened and cut into n chunks, of which rank r returns chunk r.
 
-    The tensor is flattened and cut into n chunks, the last ones padded with zeros, or shorter: all shards,
-    joined and cut to size, are the flattened sum, in the tensor's dtype. In each of n - 1 steps a rank sends
-    one partial sum to a neighbour in the ring, so it sends (n-1)/n of the tensor's bytes.
+    A chunk has ceil(numel/n) elements. Where too few are left, at the tensor's end, a chunk is filled up with
+    zeros, or is shorter: all chunks, joined and cut to numel, are the flattened sum, in the tensor's dtype.
+    In each of n - 1 steps a rank sends one partial sum to a neighbour in the ring, so it sends (n-1)/n of
+    the tensor's bytes.
     The input is not changed. It need not be contiguous, nor lie in memory as it does on other ranks.
-    Made of messages between two ranks alone, each of them over when the function returns.
+    Uses only messages between two ranks, all of them over when the function returns.
     """
     # answer
     n, rank = group.size(), group.rank()
@@ -86,10 +87,10 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     """The shards of all ranks, joined along dim 0 in the order of ranks: (m, ...) to (n·m, ...).
 
-    All shards have the same shape and dtype, any. In each of n - 1 steps a rank sends one shard to a
-    neighbour in the ring, so it sends (n-1)/n of the result's bytes. The input is not changed. It need not
-    be contiguous, nor lie in memory as it does on other ranks.
-    Made of messages between two ranks alone, each of them over when the function returns.
+    All shards have the same shape and dtype, whatever these are. In each of n - 1 steps a rank sends one
+    shard to a neighbour in the ring, so it sends (n-1)/n of the result's bytes. The input is not changed.
+    It need not be contiguous, nor lie in memory as it does on other ranks.
+    Uses only messages between two ranks, all of them over when the function returns.
     """
     # answer
     n, rank = group.size(), group.rank()
@@ -106,12 +107,60 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
 
     A reduce-scatter, then an all-gather: 2(n-1) steps, in which each rank sends 2(n-1)/n of the tensor's
     bytes to a neighbour in the ring. The tensor need not be contiguous, nor lie in memory as it does on
-    other ranks. Made of messages between two ranks alone, each of them over when the function returns.
+    other ranks. Uses only messages between two ranks, all of them over when the function returns.
     """
     # answer
     shard = ring_reduce_scatter(tensor, group)
     total = ring_all_gather(shard, group)[: tensor.numel()]
     tensor.copy_(total.view(tensor.shape))
+    # end of answer
+
+
+def all_to_all(
+    tensors: Sequence[Tensor], group: ProcessGroup, shapes: Sequence[Sequence[int]] | None = None
+) -> list[Tensor]:
+    """What every rank had for this one, in the order of ranks: entry s of rank r is `tensors[r]` of rank s.
+
+    One tensor for each rank of the group, all of one dtype, of any shapes and sizes: some may be empty.
+    Both sides know what travels: `shapes[s]` is the shape of what comes from rank s. Without `shapes` it is
+    the shape of what goes there. In each of n - 1 rounds a rank sends to one rank and receives from one, and
+    a round is over before the next one begins. Each tensor goes straight to its owner, in one message;
+    an empty one may stay at home.
+    The entry of the rank itself is its own tensor, or a copy. The inputs are not changed. They need not be
+    contiguous, nor lie in memory as they do on other ranks.
+    Uses only messages between two ranks, all of them over when the function returns.
+    """
+    # answer
+    n, rank = group.size(), group.rank()
+    received = list(tensors)  # this rank's own stays where it is
+    for step in range(1, n):
+        to, source = (rank + step) % n, (rank - step) % n
+        shape = tensors[source].shape if shapes is None else shapes[source]
+        received[source] = tensors[rank].new_empty(shape)
+        messages = [
+            dist.P2POp(dist.isend, tensors[to].contiguous(), group=group, group_peer=to),
+            dist.P2POp(dist.irecv, received[source], group=group, group_peer=source),
+        ]
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+    return received
+    # end of answer
+
+
+def two_level_all_reduce(tensor: Tensor, inner: ProcessGroup, outer: ProcessGroup) -> None:
+    """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size, in its dtype.
+
+    `inner` are the ranks of this rank's machine, n of them, and `outer` the ranks with its place in all m
+    machines. Inside the machine a reduce-scatter, across the machines an all-reduce of the shard, inside an
+    all-gather: inside, a rank sends 2(n-1)/n of the tensor's bytes S, and across 2(m-1)/m · S/n.
+    Ranks talk in these two groups alone, by your own functions or PyTorch's; all of it is over when the
+    function returns. The tensor need not be contiguous, nor lie in memory as it does on other ranks.
+    """
+    # answer
+    shard = ring_reduce_scatter(tensor, inner)
+    ring_all_reduce(shard, outer)
+    whole = ring_all_gather(shard, inner)[: tensor.numel()]
+    tensor.copy_(whole.view(tensor.shape))
     # end of answer
 
 
@@ -165,11 +214,11 @@ def relay_microbatches(
 ) -> list[Tensor]:
     """This rank's part of a pipeline: rank r applies its layer to what rank r - 1 made of each input.
 
-    Every rank is given as many inputs, of one shape; the numbers that count are those of rank 0. A layer
-    does not change its input, but may return it, or a view of it. An output leaves for the next rank as
-    soon as it is computed, and while it travels the next one is computed, however late its receiver is.
-    The last rank returns the outputs in order, the others an empty list. The inputs are not changed. Made
-    of messages between two ranks alone, each of them over when the function returns.
+    All ranks get the same number of inputs, all of one shape; only those of rank 0 count. A layer does
+    not change its input, but may return it, or a view of it. An output leaves for the next rank as soon
+    as it is computed, and while it travels the next one is computed, however late its receiver is.
+    The last rank returns the outputs in order, the others an empty list. The inputs are not changed.
+    Uses only messages between two ranks, all of them over when the function returns.
     """
     # answer
     rank, last = group.rank(), group.size() - 1

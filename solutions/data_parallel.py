@@ -217,6 +217,33 @@ class DataParallel(nn.Module):
         # end of answer
 
 
+def smallest_hidden_share(
+    num_parameters: int, flops_per_second: float, bytes_per_second: float, element_bytes: int = 2
+) -> int:
+    """The fewest tokens of a rank whose backward takes at least as long as the all-reduce of its gradients.
+
+    There are so many ranks that (n-1)/n counts as 1: a rank sends 2·S bytes round the ring, where S is
+    P · `element_bytes`. Backward takes 4·P FLOPs a token. It is a whole number of tokens, rounded up. Where
+    the two times are equal, the all-reduce is hidden. P cancels: the same speeds give the same answer for
+    every P.
+
+    Args:
+        num_parameters: P, each with a gradient of `element_bytes` bytes.
+        flops_per_second: how fast a rank computes.
+        bytes_per_second: how fast a rank sends. Bytes, not bits.
+
+    Raises:
+        ValueError: a speed is 0 or negative.
+
+    Source: "How to Scale Your Model", section "Data parallelism" of its chapter on GPUs.
+    """
+    # answer
+    if flops_per_second <= 0 or bytes_per_second <= 0:
+        raise ValueError(f"speeds are above 0, not {flops_per_second} and {bytes_per_second}")
+    return int(-(-element_bytes * flops_per_second // (2 * bytes_per_second)))
+    # end of answer
+
+
 def guarded_step(
     model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor, group: ProcessGroup
 ) -> bool:

@@ -1,11 +1,63 @@
 """What is true of the questions that the page asks."""
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 from grader.guessing import Truth
+from nanogpt.model import GPT, GPTConfig
 
 GIGABIT = 1e9 / 8
 """Bytes a second of an office network."""
+
+MACHINES: dict[str, tuple[float, float]] = {
+    "H100, NVLink": (989e12, 450e9),
+    "H100, between machines": (989e12, 400e9),
+    "A100, NVLink": (312e12, 300e9),
+    "A100, between machines": (312e12, 50e9),
+    "A100, 10 Gbit/s a machine": (312e12, 10 * GIGABIT),
+}
+"""Dense bf16 FLOP/s of a GPU, and bytes a second in one direction: of a GPU, or of a machine of eight.
+
+Where a machine first adds up what its GPUs have, its wire carries S once and not eight times. The published
+figures are in tests/published_figures.yaml (stas00/ml-engineering and jax-ml/scaling-book).
+"""
+
+MICRO_BATCH = 12 * 1024
+"""Tokens of one backward on one GPU in nanoGPT's config/train_gpt2.py."""
+
+GPT2_PARAMETERS = 124_337_664
+"""GPT-2 with nanoGPT's default, no bias."""
+
+TRAINED_TOKENS, DAYS = 600_000 * 491_520, 4
+"""Of nanoGPT's run on 8 A100: its configuration, and its README."""
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Of a model that is not built."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).parameters())
+
+
+def before_the_first_bucket(config: GPTConfig) -> float:
+    """The part of backward, in FLOPs, before a bucket of one block is full: the head, and a block."""
+    head, block = config.vocab_size * config.n_embd, 12 * config.n_embd**2
+    return (head + block) / (head + config.n_layer * block)
+
+
+def achieved_flops() -> float:
+    """FLOP/s of each of the 8 GPUs of nanoGPT's run, at 6·P a token."""
+    return 6 * GPT2_PARAMETERS * TRAINED_TOKENS / (8 * DAYS * 86_400)
+
+
+def show_published_run(smallest_hidden_share: Callable[..., int]) -> None:
+    """What the learner's function says of nanoGPT's run, with its fp32 gradients."""
+    flops = achieved_flops()
+    print(f"each GPU computed {flops / 1e12:.1f} TFLOP/s, and had {MICRO_BATCH:,} tokens in a backward")
+    for told, speed in (("NVLink, 300 GB/s", 300e9), ("10 Gbit/s a machine", 10 * GIGABIT)):
+        least = smallest_hidden_share(GPT2_PARAMETERS, flops, speed, 4)
+        print(f"{told:20} needs {least:7,} tokens: {MICRO_BATCH / least:.2g} times as many are there")
 
 
 def predictions(model: nn.Module) -> list[Truth]:

@@ -1,5 +1,6 @@
 """What the page measures: on one process, and on ranks with the learner's code."""
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,28 @@ def step_seconds(config: GPTConfig, tokens: Tokens, batch_sizes: Sequence[int]) 
 
     one(4)  # warm up
     return [min(one(b) for _ in range(3)) for b in batch_sizes]
+
+
+def never_talk(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Each rank keeps its own gradients."""
+
+
+def train_on_halves(average: Any, config: GPTConfig, num_steps: int = 10) -> list[Tensor]:
+    """The head's weights after each step, of a rank that trains on its own half of each batch."""
+    group, tokens = dist.group.WORLD, load_tokens("stdlib")
+    torch.manual_seed(0)  # both ranks start with the same model
+    model = GPT(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    seen = []
+    for step in range(num_steps):
+        batch = tokens.batch(8, config.block_size, seed=0, step=step)
+        inputs, targets = (each.chunk(2)[group.rank()] for each in batch)
+        optimizer.zero_grad()
+        model(inputs, targets)[1].backward()
+        average(model, group)
+        optimizer.step()
+        seen.append(model.lm_head.weight.detach().clone())
+    return seen
 
 
 def batches(config: GPTConfig, tokens: Tokens) -> dict[str, tuple[Tensor, Tensor]]:
@@ -120,6 +143,72 @@ def in_turns(
         for (wire, how), found in steps.items():
             found.append(_one_step(*made[how], WIRES[wire], inputs, targets))
     return [(wire, how, found) for (wire, how), found in steps.items()]
+
+
+def in_buckets(bucket_bytes: float) -> Any:
+    """A way to average after backward, in buckets of up to that many bytes."""
+
+    def way(model: nn.Module, group: dist.ProcessGroup) -> tuple:
+        def finish() -> None:
+            free, buckets = 0.0, []
+            for gradient in (p.grad for p in model.parameters()):
+                if gradient.nbytes > free:
+                    free = bucket_bytes
+                    buckets.append([])
+                free -= gradient.nbytes
+                buckets[-1].append(gradient)
+            for gradients in buckets:
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.all_reduce(flat, group=group)
+                for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                    gradient.copy_(mean.view_as(gradient) / group.size())
+
+        return model, finish
+
+    return way
+
+
+def hidden_shares(
+    way: Any, config: GPTConfig, ratios: Sequence[float], inputs: Tensor, targets: Tensor, repeat: int = 7
+) -> list[float]:
+    """On a rank: which part of the wire's time is hidden, where backward takes `ratio` times as long as it.
+
+    In each round a step without a wire tells how long backward takes. What counts as not hidden is what the
+    imitated wire still carries when backward is over, without gloo's own price.
+    """
+    group = dist.group.WORLD
+    inputs, targets = (each.tensor_split(group.size())[group.rank()] for each in (inputs, targets))
+    model = GPT(config)
+    module, finish = way(model, group)
+    sent = 2 * (group.size() - 1) / group.size() * sum(4 * p.numel() for p in model.parameters())
+    found: list[list[float]] = [[] for _ in ratios]
+    for _ in range(repeat):
+        (_, began, ended, _), _ = _one_step(module, finish, None, inputs, targets)
+        mean = torch.tensor(ended - began, dtype=torch.float64)
+        dist.all_reduce(mean, group=group)
+        backward = mean.item() / group.size()
+        for shares, ratio in zip(found, ratios, strict=True):
+            (_, _, ended, _), log = _one_step(module, finish, sent * ratio / backward, inputs, targets)
+            shares.append(1 - max(0.0, log[-1]["end"] - ended) * ratio / backward)
+    return [statistics.median(shares) for shares in found]
+
+
+def pytorchs_buckets(config: GPTConfig, bucket_megabytes: float) -> list[list[int]]:
+    """On a rank: the bytes of each bucket of PyTorch's wrapper, in the first and in the second backward."""
+    sizes: list[list[int]] = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sizes[-1].append(bucket.buffer().nbytes)
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    module = nn.parallel.DistributedDataParallel(GPT(config), bucket_cap_mb=bucket_megabytes)
+    module.register_comm_hook(None, hook)
+    inputs = torch.zeros(2, config.block_size, dtype=torch.int64)
+    for _ in range(2):
+        sizes.append([])
+        module(inputs, inputs)[1].backward()
+    return sizes
 
 
 def _one_step(

@@ -6,8 +6,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from grader import run_ranks
-from lessons.data_parallel import measures
-from lessons.page.look import BLUE, COMPUTE, GREEN, ORANGE, RED, figure
+from lessons.data_parallel import answers, measures
+from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, figure
+from lessons.page.tap import SHARE_SENT
 from lessons.page.timeline import Step, draw_timeline
 from nanogpt.data import Tokens
 from nanogpt.model import GPTConfig
@@ -21,7 +22,12 @@ def draw_step_times(config: GPTConfig, tokens: Tokens) -> None:
     speed = speeds[-1]
     _, axes = figure(figsize=(6, 2.8))
     axes.plot(batch_sizes, [1000 * s for s in seconds], "o-", color=BLUE)
-    axes.set(xlabel="sequences in the batch", ylabel="milliseconds a step", ylim=0, xticks=batch_sizes)
+    axes.set(
+        xlabel=f"sequences in the batch, of {config.block_size} tokens each",
+        ylabel="milliseconds a step",
+        ylim=0,
+        xticks=batch_sizes,
+    )
     axes.set_title(f"One rank: {min(speeds):,.0f} to {max(speeds):,.0f} tokens a second")
     plt.show()
     print(f"A step of 491,520 tokens would take this small model {491_520 / speed / 60:.1f} minutes.")
@@ -54,12 +60,18 @@ def draw_ranks(num_ranks: int = 2, blocks: int = 4) -> None:
     plt.show()
 
 
-def draw_drift(distances: list[float]) -> None:
-    """How far the ranks' weights are apart, step by step."""
+def draw_drift(config: GPTConfig, average: Any) -> None:
+    """How far the weights of two ranks are apart, step by step, where they talk and where they do not."""
     _, axes = figure(figsize=(6, 2.6))
-    axes.plot(distances, "o-", color=RED)
-    axes.set(xlabel="step", ylabel="largest difference\nof a weight", ylim=0)
-    axes.set_title("Two ranks that never talk: two models")
+    ways = (("they never talk", RED, measures.never_talk), (average.__name__, GREEN, average))
+    for told, color, way in ways:
+        first, second = run_ranks(measures.train_on_halves, way, config, ranks=2)
+        apart = [(a - b).abs().max().item() for a, b in zip(first, second, strict=True)]
+        steps = range(1, len(apart) + 1)
+        axes.plot(steps, apart, "o-", color=color, label=told)
+    axes.set(xlabel="after step", ylabel="largest difference\nof a weight", xticks=steps)
+    axes.legend()
+    axes.set_title("Two ranks that never talk are two models")
     plt.show()
 
 
@@ -83,38 +95,103 @@ def draw_buckets() -> None:
     plt.show()
 
 
-def draw_timelines(steps: dict[tuple[str, str], list[Step]], wire: str = measures.SLOW) -> None:
+def draw_timelines(steps: dict[tuple[str, str], list[Step]], *ways: str, wire: str = measures.SLOW) -> None:
     """Rank 0's fastest step on one wire, in each way: the processor above, the wire below."""
-    ways = [how for told, how in steps if told == wire]
+    ways = ways or tuple(how for told, how in steps if told == wire)
     _, panels = figure(len(ways), 1, figsize=(9, 2.1 * len(ways)), sharex=True)
     for axes, how in zip(panels, ways, strict=True):
         draw_timeline(axes, min(steps[wire, how], key=lambda step: step.end), f"Rank 0, {how}")
-    panels[-1].set_xlabel("milliseconds; each orange piece is one all-reduce; dotted: the step is complete")
+    panels[-1].set_xlabel("milliseconds; each orange piece is one message; dotted: the step is complete")
     plt.tight_layout()
     plt.show()
 
 
-def draw_exposed(steps: dict[tuple[str, str], list[Step]]) -> None:
-    """On each wire and in each way: what a step computes, and what it waits for afterwards."""
-    _, axes = figure(figsize=(9, 3.3))
-    colors = dict(zip(dict.fromkeys(how for _, how in steps), (ORANGE, BLUE), strict=True))
-    widest = 0.0
-    for i, (wire, how) in enumerate(steps):
-        compute = statistics.median(step.backward for step in steps[wire, how])
-        exposed = statistics.median(step.exposed for step in steps[wire, how])
-        place = i + i // 2 * 0.5
-        axes.barh(place, compute, color=COMPUTE)
-        axes.barh(place, exposed, left=compute, color=colors[how])
-        axes.text(compute + exposed, place, f" {exposed:.0f} ms exposed", va="center")
-        if i % 2 == 0:
-            axes.text(-3, place + 0.5, wire, ha="right", va="center")
-        widest = max(widest, compute + exposed)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (COMPUTE, *colors.values())]
-    labels = ["forward and backward", *(f"exposed: {how}" for how in colors)]
-    axes.legend(handles, labels, loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0))
-    axes.set(yticks=[], xlabel="milliseconds a step, on 2 ranks", xlim=(0, 1.25 * widest))
-    axes.invert_yaxis()
-    plt.tight_layout()
+def show_ways(steps: dict[tuple[str, str], list[Step]], num_ranks: int = 2) -> None:
+    """A line for each way, of its fastest step: messages, bytes and times."""
+    fastest = {how: min(found, key=lambda step: step.end) for (_, how), found in steps.items()}
+    first = next(iter(fastest.values())).end
+    print(f"{'':32} messages   MB sent   exposed   step   step, the first line's = 1")
+    for how, step in fastest.items():
+        sizes = [SHARE_SENT[entry["kind"]](num_ranks) * entry["bytes"] for entry in step.sent]
+        times = f"{step.exposed:6.0f} ms {step.end:3.0f} ms {step.end / first:15.2f}"
+        print(f"{how:32} {len(sizes):8} {sum(sizes) / 1e6:9.2f} {times}")
+
+
+def draw_bucket_sizes(data_parallel: Any, config: GPTConfig) -> None:
+    """The step on a slow wire for buckets of several sizes, beside the fastest of them."""
+    sizes = {
+        "1 B": 1,
+        "64 KiB": 2**16,
+        "256 KiB": 2**18,
+        "1 MiB": 2**20,
+        "4 MiB": 2**22,
+        "25 MiB": 25 * 2**20,
+    }
+
+    def way(num_bytes: int) -> Any:
+        def make(model: Any, group: Any) -> tuple:
+            wrapped = data_parallel(model, group, num_bytes)
+            return wrapped, wrapped.finish_gradient_synchronization
+
+        return make
+
+    steps = measures.timed_steps({told: way(size) for told, size in sizes.items()}, [measures.SLOW], config)
+    times = {told: min(step.end for step in found) for (_, told), found in steps.items()}
+    counts = [len(found[-1].sent) for found in steps.values()]
+    names = [
+        f"{told}\n{count} all-reduce{'s' * (count > 1)}" for told, count in zip(sizes, counts, strict=True)
+    ]
+    _, axes = figure(figsize=(9, 2.8))
+    best = min(times.values())
+    axes.bar(names, [time / best for time in times.values()], color=BLUE, width=0.6)
+    for i, time in enumerate(times.values()):
+        axes.text(i, time / best, f"{time / best:.2f}", ha="center", va="bottom")
+    axes.set(ylabel="step, the fastest = 1", ylim=(0, 1.15 * max(times.values()) / best))
+    axes.set_title("Buckets of up to ...: too many have their price, one alone can hide nothing")
+    plt.show()
+
+
+def draw_hidden_shares(way: Any, config: GPTConfig, tokens: Tokens) -> None:
+    """Predicted and measured: which part of an all-reduce is hidden behind a shorter or longer backward."""
+    ratios = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0]
+    inputs, targets = tokens.batch(16, config.block_size, seed=0, step=0)
+    run = run_ranks(measures.hidden_shares, way, config, ratios, inputs, targets, ranks=2)
+    measured = [statistics.fmean(shares) for shares in zip(*run, strict=True)]
+    late = config.vocab_size * config.n_embd / answers.num_parameters(config)
+    idle = answers.before_the_first_bucket(config)
+    told = [min(1 - late, (1 - idle) * x) for x in ratios]
+    _, axes = figure(figsize=(7, 3))
+    every = [2 ** (i / 10) / 8 for i in range(51)]
+    axes.plot(every, [min(1, x) for x in every], color=GREY, label="the formula: gradients come evenly")
+    bound = [min(1 - late, (1 - idle) * x) for x in every]
+    axes.plot(every, bound, "--", color=ORANGE, label="with a late start, and the token table last")
+    axes.plot(ratios, measured, "o", color=BLUE, label="measured with your DataParallel")
+    axes.set_xscale("log", base=2)
+    axes.set(xticks=ratios, xticklabels=[f"{x:g}" for x in ratios], ylim=(-0.05, 1.1))
+    axes.set(xlabel="tokens of a rank, as a multiple of the smallest hidden share", ylabel="hidden part")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    plt.show()
+    print("share    formula   with both delays   measured")
+    for x, delayed, seen in zip(ratios, told, measured, strict=True):
+        print(f"{x:5g} {min(1, x):10.0%} {delayed:18.0%} {seen:10.0%}")
+
+
+def draw_machines(smallest_hidden_share: Any) -> None:
+    """On published machines: which part is hidden, over the tokens of a rank; the learner's thresholds."""
+    _, axes = figure(figsize=(9, 3.4))
+    every = [2 ** (i / 20) for i in range(120, 375)]
+    for (told, (flops, speed)), color in zip(
+        answers.MACHINES.items(), (GREEN, BLUE, SKY, ORANGE, RED), strict=True
+    ):
+        least = smallest_hidden_share(answers.GPT2_PARAMETERS, flops, speed)
+        axes.plot(every, [min(1, t / least) for t in every], color=color, label=f"{told}: {least:,} tokens")
+    axes.axvline(answers.MICRO_BATCH, color=PINK, linestyle=":")
+    axes.text(answers.MICRO_BATCH * 1.08, 0.5, "nanoGPT's\nmicro-batch", color=PINK)
+    axes.set_xscale("log")
+    axes.set(xlabel="tokens of a rank in one backward", ylabel="hidden part of\nthe all-reduce, at most")
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1, 1), title="bf16 gradients, all of the data sheet's FLOP/s"
+    )
     plt.show()
 
 
@@ -124,8 +201,8 @@ def show_counts(data_parallel: Any, config: GPTConfig) -> None:
         ("a bucket a parameter", 1, 1, False),
         ("buckets of 1 MiB", 2**20, 1, False),
         ("buckets of 25 MiB", 25 * 2**20, 1, False),
-        ("4 micro-batches", 2**20, 4, False),
-        ("4 micro-batches, no_sync", 2**20, 4, True),
+        ("4 micro-batches, 1 MiB", 2**20, 4, False),
+        ("the same with no_sync", 2**20, 4, True),
     ):
         arguments = data_parallel, config, bucket_bytes, num_microbatches, quiet
         sizes = run_ranks(measures.all_reduced_bytes, *arguments, ranks=2)[0]

@@ -88,6 +88,45 @@ def ring_all_reduce(tensor, group):
     tensor.copy_(torch.cat(pieces).view(tensor.shape))
 
 
+def all_to_all(tensors, group):
+    """Nobody says what comes: the shape goes ahead, in a few numbers. Backwards round the ring."""
+    n, rank = group.size(), group.rank()
+    received = [tensors[rank].clone()] * n
+    for step in range(1, n):
+        to, source = (rank - step) % n, (rank + step) % n
+        outgoing, shape = tensors[to].contiguous(), torch.zeros(4, dtype=torch.int64)
+        ahead = torch.tensor([outgoing.dim(), *outgoing.shape, 0, 0, 0])[:4]
+        swap(ahead, to, shape, source, group)
+        dims, *sizes = shape.tolist()
+        received[source] = outgoing.new_empty(sizes[:dims])
+        swap(outgoing, to, received[source], source, group)
+    return received
+
+
+def swap(outgoing, to, incoming, source, group):
+    """Receive first; what is empty stays at home."""
+    works = []
+    if incoming.numel():
+        works.append(dist.irecv(incoming, group=group, group_src=source))
+    if outgoing.numel():
+        works.append(dist.isend(outgoing, group=group, group_dst=to))
+    for work in works:
+        work.wait()
+
+
+def two_level_all_reduce(tensor, inner, outer):
+    """PyTorch's own three."""
+    n = inner.size()
+    length = -(-tensor.numel() // n)
+    padded = tensor.new_zeros(n * length)
+    padded[: tensor.numel()] = tensor.reshape(-1)
+    shard = tensor.new_empty(length)
+    dist.reduce_scatter_tensor(shard, padded, group=inner)
+    dist.all_reduce(shard, group=outer)
+    dist.all_gather_into_tensor(padded, shard, group=inner)
+    tensor.copy_(padded[: tensor.numel()].view(tensor.shape))
+
+
 def relay_microbatches(layer, inputs, group):
     """The next input is received while this one is computed; an output is kept until it has left."""
     rank, last = group.rank(), group.size() - 1

@@ -75,6 +75,33 @@ def ring_all_reduce(tensor, group):
     return tensor
 
 
+def all_to_all(tensors, group, shapes=None):
+    """Pairs swap where n is a power of two: partners are rank XOR step. Else shifts, blocking."""
+    n, rank = group.size(), group.rank()
+    received = [None] * n
+    received[rank] = tensors[rank]
+    for step in range(1, n):
+        pairs = n & (n - 1) == 0
+        to, source = (rank ^ step, rank ^ step) if pairs else ((rank + step) % n, (rank - step) % n)
+        shape = tuple(shapes[source] if shapes is not None else tensors[source].shape)
+        received[source] = torch.empty(shape, dtype=tensors[to].dtype, device=tensors[to].device)
+        sending = dist.isend(tensors[to].contiguous(), group=group, group_dst=to)
+        dist.recv(received[source], group=group, group_src=source)
+        sending.wait()
+    return received
+
+
+def two_level_all_reduce(tensor, inner, outer):
+    """Padded to a slice for every rank of all machines; two half rings across instead of one all-reduce."""
+    n, m = inner.size(), outer.size()
+    padded = tensor.new_zeros(n * m * -(-tensor.numel() // (n * m)))
+    padded[: tensor.numel()] = tensor.flatten()
+    shard = ring_reduce_scatter(padded, inner)
+    shard = ring_all_gather(ring_reduce_scatter(shard, outer), outer)
+    tensor.copy_(ring_all_gather(shard, inner)[: tensor.numel()].view_as(tensor))
+    return tensor
+
+
 def collective_time(kind, num_bytes, num_ranks, latency, bandwidth, seconds_per_byte=0.0):
     n = num_ranks
     hops = {

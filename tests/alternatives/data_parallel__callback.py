@@ -4,6 +4,7 @@ Only a rank whose backward met none of the parameters has anything left to do in
 """
 
 import contextlib
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -133,3 +134,14 @@ def guarded_step(model, optimizer, inputs, targets, group):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return True
+
+
+def smallest_hidden_share(num_parameters, flops_per_second, bytes_per_second, element_bytes=2):
+    for speed in (flops_per_second, bytes_per_second):
+        if not speed > 0:
+            raise ValueError(f"{speed} is no speed")
+    all_reduce = Fraction(2 * num_parameters * element_bytes) / Fraction(bytes_per_second)
+    tokens = int(all_reduce / (Fraction(4 * num_parameters) / Fraction(flops_per_second)))
+    while 4 * num_parameters * tokens / Fraction(flops_per_second) < all_reduce:
+        tokens += 1
+    return tokens

@@ -69,3 +69,10 @@ class DataParallel(nn.Module):
 
     def no_sync(self):
         return self.parallel.no_sync()
+
+
+def smallest_hidden_share(num_parameters, flops_per_second, bytes_per_second, element_bytes=2):
+    if flops_per_second <= 0 or bytes_per_second <= 0:
+        raise ValueError("speeds are positive")
+    whole, rest = divmod(element_bytes * int(flops_per_second), 2 * int(bytes_per_second))
+    return whole + (rest > 0)

@@ -1,5 +1,6 @@
 """Lesson 08 otherwise: gradients are views into flat buckets, dealt out in forward order."""
 
+import math
 from contextlib import contextmanager
 
 import torch
@@ -120,3 +121,9 @@ def guarded_step(model, optimizer, inputs, targets, group):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return True
+
+
+def smallest_hidden_share(num_parameters, flops_per_second, bytes_per_second, element_bytes=2):
+    if min(flops_per_second, bytes_per_second) <= 0:
+        raise ValueError("no speed")
+    return math.ceil(element_bytes * flops_per_second / (2 * bytes_per_second))

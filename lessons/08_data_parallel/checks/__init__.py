@@ -11,4 +11,5 @@ from . import share_loss  # noqa: F401
 from . import wrapper  # noqa: F401  the first of three files on DataParallel
 from . import passes  # noqa: F401
 from . import buckets  # noqa: F401
+from . import hidden_share  # noqa: F401
 from . import guarded_step  # noqa: F401
