@@ -2,10 +2,11 @@
 
 Attention over a sequence is put together from attention over its blocks, as long as each block also tells
 the logarithm of its sum of exponentials. So a rank keeps its queries, sees one block of keys and values after
-the other come by, and never holds more than two.
+the other come by. Or the ranks exchange tokens for heads, and each attends to whole sequences (Ulysses).
 Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889);
 Brandon et al. 2023, "Striped Attention" (arXiv:2311.09431), on the work of each rank; Grattafiori et al.
-2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2, on the 2n chunks.
+2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2, on the 2n chunks; Jacobs et al. 2023,
+"DeepSpeed Ulysses" (arXiv:2309.14509).
 """
 
 import math
@@ -66,9 +67,9 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     out_a, out_b (b, a, s, d) and lse_a, lse_b (b, a, s), as `attention_with_lse` returns them; they stay as
     they are. Returns out and lse of both blocks together. An lse of a hundred overflows nothing. A block of
     which a query saw nothing (lse -inf) changes nothing for it; where both are -inf, out is 0 and lse -inf.
-    Gradients flow to all four, through out and through lse (a merge that is only for use inside of an
-    autograd.Function may give none), but for a query that saw nothing in either block: there they may be NaN,
-    since a query of causal attention sees at least itself.
+    Gradients flow to all four, through out and through lse. A merge that you call only inside an
+    autograd.Function may give none. Where a query saw nothing in either block they may be NaN: a causal query
+    sees at least itself.
     """
     # answer
     largest = torch.maximum(lse_a, lse_b).detach()
@@ -116,6 +117,17 @@ def _pairs(own: Sequence[int], theirs: Sequence[int]) -> Iterator[tuple[int, int
                 yield i, j, 0 if other == mine else None
 
 
+def _for_heads(q: Tensor, kv: Tensor) -> Tensor:
+    """Keys and values (2, b, a_kv, s, d) as each head of q (b, a, ·, d) meets them: (2, b, a, s, d)."""
+    times = q.size(1) // kv.size(2)
+    return kv.unsqueeze(3).expand(-1, -1, -1, times, -1, -1).flatten(2, 3)
+
+
+def _of_groups(k: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Gradients of keys and of values, each (b, a, s, d), summed over the heads of q that share them."""
+    return torch.stack(list(gradients)).unflatten(2, (k.size(1), -1)).sum(3)
+
+
 def _block_backward(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, d_out: Tensor, causal_offset: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,20 +153,20 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group, chunks_of):
         rank, n = group.rank(), group.size()
         own = chunks_of(rank)
-        kv = torch.stack([k, v])  # (2, b, a, s/n, d)
+        kv = torch.stack([k, v])  # (2, b, a_kv, s/n, d)
         found: list[tuple[Tensor, Tensor] | None] = [None] * len(own)
         for step in range(n):
             hop = _Hop(kv, group) if step < n - 1 else None
             theirs = chunks_of((rank - step) % n)
             for i, j, offset in _pairs(own, theirs):
-                keys, values = kv.chunk(len(theirs), dim=3)[j]
+                keys, values = _for_heads(q, kv.chunk(len(theirs), dim=3)[j])
                 out, lse = attention_with_lse(q.chunk(len(own), dim=2)[i], keys, values, offset)
                 before = found[i]
                 found[i] = merge_attention(*before, out, lse) if before else (out.to(lse.dtype), lse)
             if hop:
                 kv = hop.wait()
         out, lse = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
-        out = out.to(q.dtype)
+        out = torch.empty_like(q).copy_(out)  # in the order of q's dimensions, as the next matrix wants it
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group, ctx.chunks_of = group, chunks_of
         return out
@@ -176,10 +188,11 @@ class _RingAttention(torch.autograd.Function):
             theirs = chunks_of((rank - step) % n)
             d_kv = torch.zeros_like(kv, dtype=lse.dtype)
             for i, j, offset in _pairs(own, theirs):
-                (q_i, lse_i, delta_i, d_out_i), (keys, values) = ours[i], kv.chunk(len(theirs), dim=3)[j]
+                q_i, lse_i, delta_i, d_out_i = ours[i]
+                keys, values = _for_heads(q, kv.chunk(len(theirs), dim=3)[j])
                 found = _block_backward(q_i, keys, values, lse_i, delta_i, d_out_i, offset)
                 cut(d_q)[i].add_(found[0])
-                d_kv.chunk(len(theirs), dim=3)[j].add_(torch.stack(found[1:]))
+                d_kv.chunk(len(theirs), dim=3)[j].add_(_of_groups(k, found[1:]))
             if step == 0:
                 home = d_kv  # what this rank adds to its own block waits for the rest of it
             else:
@@ -199,12 +212,14 @@ class _RingAttention(torch.autograd.Function):
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
     """Causal attention over a sequence that is cut over the ranks: (b, a, s/n, d) to (b, a, s/n, d).
 
-    Rank r holds the r-th s/n tokens of q, k and v, which need not be contiguous. Keys and values travel round
-    the ring of ranks, from each to its neighbour, while the block that is there is computed; blocks of the
-    future are passed on and not computed. In backward they travel again, and their gradients behind them,
-    home to the rank that they belong to. No rank ever holds all keys, nor any tensor as long as the sequence.
-    The output has the dtype of q, and is as exact. Inputs and the gradient that comes in stay as they are. A
-    model has many layers: each call keeps what its own backward needs.
+    Rank r holds the r-th s/n tokens of q, k and v, which need not be contiguous. Keys and values travel
+    round the ring of ranks, from each to its neighbour, while the block that is there is computed; blocks
+    of the future are passed on and not computed. In backward they travel again, and their gradients
+    behind them, home to the rank that they belong to. No rank ever holds all keys, nor any tensor as long
+    as the sequence. Keys and values may be grouped: of a_kv heads, which divide a, each serves a/a_kv
+    heads of q that follow one another. What travels then is a_kv heads, and no copies of them. The output
+    has the dtype of q, and in float64 float64's digits. Inputs and the gradient that comes in stay as
+    they are. A model has many layers: each call keeps what its own backward needs.
 
     Source: arXiv:2310.01889.
     """
@@ -261,9 +276,10 @@ def zigzag_merge(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
     """`ring_attention` on parts as `zigzag_split` cuts them along dim 2: (b, a, s/n, d) to (b, a, s/n, d).
 
-    The same messages, under way while chunks are computed. At every step every rank has the same work to do,
-    and no chunk of the future is computed: (2n + 2) products of one chunk with another at most, where 2n + 1
-    are needed. Each call keeps what its own backward needs, and nothing as long as the sequence.
+    The same messages, under way while chunks are computed; k and v may be grouped as there. At every step
+    every rank has the same work to do, and no chunk of the future is computed: (2n + 2) products of one
+    chunk with another at most, where 2n + 1 are needed. Each call keeps what its own backward needs, and
+    nothing as long as the sequence.
     """
     # answer
     return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))
@@ -275,28 +291,34 @@ Embed = Loss = Callable[[Tensor, Tensor], Tensor]
 """`GPT.embed` and `GPT.loss`, or what another technique has put in their places."""
 
 
-class _ZigzagCore(nn.Module):
-    """An attention core whose queries, keys and values are this rank's zigzag part of the sequence."""
+Attention = Callable[[Tensor, Tensor, Tensor, ProcessGroup], Tensor]
+"""Attention on parts, such as `zigzag_ring_attention`."""
+Split = Callable[[Tensor, ProcessGroup, int], Tensor]
+"""Cuts a dimension into such parts, as `zigzag_split`."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+
+class _Core(nn.Module):
+    """An attention core whose queries, keys and values are this rank's part of the sequence."""
+
+    def __init__(self, attention: Attention, group: ProcessGroup) -> None:
         super().__init__()
-        self.group = group
+        self.attention, self.group = attention, group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return zigzag_ring_attention(q, k, v, self.group)
+        return self.attention(q, k, v, self.group)
 
 
-def _embed(whole: Embed, group: ProcessGroup, idx: Tensor, positions: Tensor) -> Tensor:
+def _embed(whole: Embed, split: Split, group: ProcessGroup, idx: Tensor, positions: Tensor) -> Tensor:
     """What the model made of tokens (b, s), of this rank's tokens: (b, s/n, h), at their places."""
-    return whole(zigzag_split(idx, group, 1), zigzag_split(positions, group, 0))
+    return whole(split(idx, group, 1), split(positions, group, 0))
 
 
-def _loss(mean_loss: Loss, group: ProcessGroup, logits: Tensor, targets: Tensor) -> Tensor:
+def _loss(mean_loss: Loss, split: Split, group: ProcessGroup, logits: Tensor, targets: Tensor) -> Tensor:
     """The mean over the counted targets (b, s) of all ranks, from the logits of this rank's tokens.
 
     Its value is the whole mean; its gradient is this rank's part of it.
     """
-    own = zigzag_split(targets, group, 1)
+    own = split(targets, group, 1)
     count = (own != -1).sum()
     own = own.masked_fill(count == 0, 0)  # a mean of nothing is NaN; of anything, it counts 0 times here
     total = mean_loss(logits, own) * count
@@ -313,13 +335,30 @@ def _summed(group: ProcessGroup, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _last_logits(group: ProcessGroup, model: GPT, inputs: tuple, outputs: tuple) -> tuple:
-    """A forward hook: without targets, the logits of the sequence's last token, which rank 0 has."""
+def _last_logits(last: int, group: ProcessGroup, model: GPT, inputs: tuple, outputs: tuple) -> tuple:
+    """A forward hook: without targets, the logits of the sequence's last token, which rank `last` has."""
     logits, loss = outputs
     if loss is None:
         logits = logits.detach().contiguous()
-        dist.broadcast(logits, group_src=0, group=group)
+        dist.broadcast(logits, group_src=last, group=group)
     return logits, loss
+
+
+def cut_sequence(model: GPT, group: ProcessGroup, attention: Attention, split: Split, last: int) -> GPT:
+    """`context_parallelize` with any attention on any parts; rank `last` has the last token."""
+    if not hasattr(model, "transformer"):
+        raise ValueError(f"expected a GPT, got a {type(model).__name__}: cut the GPT, and wrap it last")
+    if any(isinstance(block.attn.core, _Core) for block in model.transformer.h):
+        raise ValueError("the sequence of this GPT is cut already")
+    for block in model.transformer.h:
+        block.attn.core = _Core(attention, group)
+    model.embed = partial(_embed, model.embed, split, group)
+    model.loss = partial(_loss, model.loss, split, group)
+    model.register_forward_hook(partial(_last_logits, last, group))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_summed, group))
+    return model
 
 
 # end of answer
@@ -328,9 +367,9 @@ def _last_logits(group: ProcessGroup, model: GPT, inputs: tuple, outputs: tuple)
 def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     """Give each rank a part of the sequence. Changes and returns the given GPT, which is the same everywhere.
 
-    Called as before, with the same whole batch on every rank; each takes its tokens out of it, and their
-    positions in the sequence. The loss is the mean over all targets that are not -1, the same on every rank,
-    also where one rank has none of them. After `loss.backward()` every gradient is complete, and the same on
+    Call it as before, with the same whole batch on every rank: each rank takes its own tokens out of it, and
+    their positions in the sequence. The loss is the mean over all targets that are not -1, the same on every
+    rank, even if a rank has none of them. After `loss.backward()` every gradient is complete, and the same on
     every rank; a second backward adds to it as usual. Attention probabilities are not dropped. The other
     dropouts stay on. Parameter names stay GPT's.
 
@@ -338,18 +377,61 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
         ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.
     """
     # answer
-    if not hasattr(model, "transformer"):
-        raise ValueError(f"expected a GPT, got a {type(model).__name__}: cut the GPT, and wrap it last")
-    if any(isinstance(block.attn.core, _ZigzagCore) for block in model.transformer.h):
-        raise ValueError("the sequence of this GPT is cut already")
-    for block in model.transformer.h:
-        block.attn.core = _ZigzagCore(group)
-    model.embed, model.loss = partial(_embed, model.embed, group), partial(_loss, model.loss, group)
-    model.register_forward_hook(partial(_last_logits, group))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(_summed, group))
-    return model
+    return cut_sequence(model, group, zigzag_ring_attention, zigzag_split, last=0)
+    # end of answer
+
+
+# answer: an all-to-all that autograd follows
+class _Deal(torch.autograd.Function):
+    """Cut one dimension over the ranks, and join what they send along another: an all-to-all."""
+
+    @staticmethod
+    def forward(ctx, x, group, cut, join):
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        return _deal(x, group, cut, join)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _deal(gradient, ctx.group, ctx.join, ctx.cut), None, None, None
+
+
+def _deal(x: Tensor, group: ProcessGroup, cut: int, join: int) -> Tensor:
+    """The j-th piece of dimension `cut` goes to rank j; what comes is joined along `join` by rank."""
+    sent = torch.stack(x.chunk(group.size(), cut))  # (n, ...)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), join)
+
+
+# end of answer
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tensor:
+    """Causal attention by whole heads, on parts as `ring_attention` has them.
+
+    Rank r holds the r-th s/n tokens of q, k and v, which need not be contiguous. An all-to-all gives it
+    all tokens of the r-th a/n heads; with those it computes whole attention, and an all-to-all brings
+    each token's output back: (b, a, s/n, d) to (b, a, s/n, d). Keys and values may be grouped: of a_kv
+    heads, which divide a, each serves a/a_kv heads of q that follow one another. Four all-to-alls or
+    fewer carry q, k, v and the output, each once, and k and v with a_kv heads. In backward their
+    gradients travel so, too. No rank ever holds all tokens of all heads. The output has the dtype of q.
+    Scores of a hundred overflow nothing. Inputs and the gradient that comes in stay as they are. A model
+    has many layers: each call keeps what its own backward needs.
+
+    Source: arXiv:2309.14509, section 3.
+
+    Raises:
+        ValueError: a or a_kv does not divide by n; it says which number by which.
+    """
+    # answer
+    n = group.size()
+    for what, heads in (("q", q.size(1)), ("k and v", k.size(1))):
+        if heads % n:
+            raise ValueError(f"{heads} heads of {what} do not divide by {n} ranks: each takes whole heads")
+    q, k, v = (_Deal.apply(x, group, 1, 2) for x in (q, k, v))  # (b, a/n, s, d), (b, a_kv/n, s, d)
+    k, v = _for_heads(q, torch.stack([k, v]))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return _Deal.apply(out, group, 2, 1)
     # end of answer
 
 

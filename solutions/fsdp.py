@@ -134,13 +134,13 @@ def copy_settings(source: Optimizer, target: Optimizer) -> None:
 
 
 class ShardedOptimizer(Optimizer):
-    """ZeRO-1: any optimizer, of which each rank keeps the state of its share of the weights alone.
+    """ZeRO-1: wraps any optimizer; each rank keeps the state of its own share of the weights only.
 
     The ranks' shares differ by no more than the largest parameter. Every rank has the whole model, and
-    `.grad` is its own gradient, which nobody has averaged: `step` reduce-scatters the mean, updates this
-    rank's share, and hands the new weights round, 2P elements in all. Schedulers change `param_groups`, as
-    they do with any optimizer. A parameter that is frozen, or that no backward reached (its `.grad` is
-    None), stays as it is: it does not decay. Backward reaches the same parameters on every rank.
+    `.grad` is its own gradient, not yet averaged: `step` reduce-scatters the mean, updates this rank's
+    share, and hands the new weights round, 2P elements in all. Schedulers change `param_groups`, as they do
+    with any optimizer. A parameter that is frozen, or that no backward reached (its `.grad` is None), stays
+    as it is: it does not decay. Backward reaches the same parameters on every rank.
 
     Source: arXiv:1910.02054, section 5.1.
     """
@@ -399,17 +399,17 @@ def flatten(places: dict[nn.Parameter, list[Place]], group: ProcessGroup) -> lis
 
 
 class FullySharded(nn.Module):
-    """ZeRO-3: wraps a GPT, of which each rank keeps its shards; a block is whole while it is at work.
+    """ZeRO-3: wraps a GPT so that each rank keeps its shards, and a block is whole only while it is at work.
 
     The constructor takes the weights of the group's rank 0. `parameters()` are this rank's shards, for any
     optimizer. Shards, gathered weights and gradients have the dtype of their parameter, whichever that is. A
     block is gathered before its forward and before its backward, and freed after each: no more than two are
     whole at a time. What lies outside the blocks may stay gathered from forward to backward. Each forward
-    computes with the shards as they are by then. After `loss.backward()` the mean gradients stand in the
-    shards' `.grad`, added to what was there. A step sends no more than two all-gathers of the weights and a
-    reduce-scatter of the gradients do. Frozen weights are cut as well; they neither move nor decay. A hook
-    that stands on a parameter of the GPT goes on working: it gets the whole gradient of this rank, and what
-    it returns is averaged.
+    computes with the shards as they are by then. After `loss.backward()` the mean gradients are in the
+    shards' `.grad`, added to what was there. A step sends no more than two all-gathers of the weights and
+    one reduce-scatter of the gradients would. Frozen weights are cut as well; they neither move nor decay. A
+    hook on a parameter of the GPT keeps working: it gets this rank's whole gradient, and what it returns is
+    averaged.
 
     Source: arXiv:1910.02054, section 5.3; arXiv:2304.11277, section 3.
     """

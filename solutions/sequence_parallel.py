@@ -62,7 +62,7 @@ def gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 
     x (b, s/n, h) to (b, s, h). What follows is cut work, of which each rank knows a part of the gradient of
     every token: this rank's tokens get the sum. Neither x nor the gradient that comes in is changed. Any
-    dtype and layout in memory, also one that differs between ranks.
+    dtype, the same on all ranks; any memory layout, which may differ between ranks.
     """
     # answer
     return _GatherSequence.apply(x, group)
@@ -88,7 +88,7 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens of the sum over the ranks; backward is an all-gather.
 
     x (b, s, h), a partial result, to (b, s/n, h), rank r the r-th tokens. Neither x nor the gradient that
-    comes in is changed. Any dtype and layout in memory, also one that differs between ranks.
+    comes in is changed. Any dtype, the same on all ranks; any memory layout, which may differ between ranks.
 
     Raises:
         ValueError: s does not divide by n.
@@ -120,7 +120,8 @@ def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 
     x (b, s, h) to (b, s/n, h), rank r the r-th tokens. The gradient of x is whole, and the same everywhere.
     The forward sends nothing, the backward each part once to every other rank. Neither x nor the gradient
-    that comes in is changed. Any dtype and layout in memory, also one that differs between ranks.
+    that comes in is changed. Any dtype, the same on all ranks; any memory layout, which may differ between
+    ranks.
 
     Raises:
         ValueError: s does not divide by n.
@@ -332,13 +333,14 @@ def _forward(
 def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     """Tensor parallelism with norms, dropout and the residual stream on s/n tokens.
 
-    Changes and returns a model that is the same on every rank. Called and returning as `tensor_parallelize`:
-    with the same whole batch on every rank; the loss is the dense one on every rank; with targets the logits
-    are this rank's part of the vocabulary for all tokens, (b, s, rows); without targets they are whole,
-    (b, 1, v), and equal on every rank, so that `generate` works. A length that does not divide by n may be
-    refused. After `loss.backward()` every gradient is complete, over two passes as well, and the same on
-    every rank where the parameter is replicated. The forward sends what tensor parallelism's does, the
-    backward also the gathered tokens again. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
+    Changes and returns a model that is the same on every rank. Same call and same return values as after
+    `tensor_parallelize`: with the same whole batch on every rank; the loss is the dense one on every rank;
+    with targets the logits are this rank's part of the vocabulary for all tokens, (b, s, rows); without
+    targets they are whole, (b, 1, v), and equal on every rank. `generate` works; a length that does not
+    divide by n may be refused, with targets or without, or comes out right (by padding). After
+    `loss.backward()` every gradient is complete, over two passes as well, and the same on every rank where
+    the parameter is replicated. The forward sends what tensor parallelism's does; the backward may gather
+    tokens again. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
 
     Raises:
         ValueError: n_head does not divide by the number of ranks, and nothing was changed.

@@ -48,9 +48,9 @@ class _CopyToGroup(torch.autograd.Function):
 def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Identity forward, all-reduce backward: Megatron's f, where a replicated x enters sharded computation.
 
-    Every rank uses the whole x for its own share of the work, so the gradient of x is the sum of what
-    the ranks found. What else x is used for is not summed. Neither x nor the gradient that comes in is
-    changed. Any shape, dtype and layout in memory, also one that differs between ranks.
+    Every rank uses the whole x for its own share of the work, so the gradient of x is the sum of what the
+    ranks found. What else x is used for is not summed. Neither x nor the gradient that comes in is changed.
+    Any shape, dtype and layout in memory, even one that differs between ranks.
     """
     # answer
     return _CopyToGroup.apply(x, group)
@@ -74,8 +74,8 @@ class _ReduceFromGroup(torch.autograd.Function):
 def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce forward, identity backward: Megatron's g, where partial results become one replicated sum.
 
-    Neither x nor the gradient that comes in is changed. Any shape, dtype and layout in memory, also one
-    that differs between ranks.
+    Neither x nor the gradient that comes in is changed. Any shape, dtype and layout in memory, even one that
+    differs between ranks.
     """
     # answer
     return _ReduceFromGroup.apply(x, group)
@@ -124,10 +124,10 @@ class _ScatterToGroup(torch.autograd.Function):
 def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' x joined along the last dimension, in rank order; backward keeps this rank's slice.
 
-    x (..., k) to (..., n·k). Nothing is summed in backward: what follows a gather is replicated, so
-    every rank already has the whole gradient. The forward sends each part once to every other rank, the
-    backward nothing. Neither x nor the gradient that comes in is changed. Any dtype and layout in memory,
-    also one that differs between ranks.
+    x (..., k) to (..., n·k). Nothing is summed in backward: what follows a gather is replicated, so every
+    rank already has the whole gradient. The forward sends each part once to every other rank, the backward
+    nothing. Neither x nor the gradient that comes in is changed. Any dtype and layout in memory, even one
+    that differs between ranks.
     """
     # answer
     return _GatherFromGroup.apply(x, group)
@@ -139,7 +139,7 @@ def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
     x (..., k) to (..., k/n), rank r the r-th slice. The forward sends nothing, the backward each part once
     to every other rank. Neither x nor the gradient that comes in is changed. Any dtype and layout in memory,
-    also one that differs between ranks.
+    even one that differs between ranks.
 
     Raises:
         ValueError: k does not divide by n.
@@ -154,8 +154,8 @@ class ColumnParallelLinear(nn.Module):
 
     `weight` (out/n, in), `bias` (out/n) or None. Built directly, the ranks' weights are the slices of one
     dense layer that starts as GPT-2's do: random, with a standard deviation of 0.02, by torch's global seed.
-    No two ranks have the same slice, also when they are seeded alike, and such ranks go on with the same
-    random numbers. The bias is zero.
+    No two ranks have the same slice, even when they are seeded alike, and ranks seeded alike go on with the
+    same random numbers. The bias is zero.
 
     Each rank computes 1/n of the product. The forward sends nothing (to gather the output, one all-gather),
     the backward one all-reduce of x's size.
@@ -217,8 +217,8 @@ class RowParallelLinear(nn.Module):
 
     `weight` (out, in/n); `bias` (out) is the same on every rank, and is added once, after the sum. Built
     directly, the ranks' weights are the slices of one dense layer that starts as GPT-2's do: random, with a
-    standard deviation of 0.02, by torch's global seed. No two ranks have the same slice, also when they are
-    seeded alike, and such ranks go on with the same random numbers. The bias is zero.
+    standard deviation of 0.02, by torch's global seed. No two ranks have the same slice, even when they are
+    seeded alike, and ranks seeded alike go on with the same random numbers. The bias is zero.
 
     Each rank computes 1/n of the product. The forward sends one all-reduce of the output's size, the
     backward nothing (for a whole x, one all-gather).
@@ -339,8 +339,8 @@ class VocabParallelEmbedding(nn.Module):
 
     `weight` (rows, h), rows at most ceil(v/n): a vocabulary that does not divide is padded, or leaves some
     ranks fewer rows. Built directly, the ranks' rows are one table that starts as GPT-2's does: random, with
-    a standard deviation of 0.02, by torch's global seed. No two ranks have the same rows, also when they are
-    seeded alike, and such ranks go on with the same random numbers.
+    a standard deviation of 0.02, by torch's global seed. No two ranks have the same rows, even when they are
+    seeded alike, and ranks seeded alike go on with the same random numbers.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, group: ProcessGroup) -> None:

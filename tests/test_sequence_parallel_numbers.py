@@ -16,7 +16,7 @@ SUMS = 2 * 4 * (LAYERS * 6 * H + 2 * H) / STREAM + 1 / B
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_wire_is_what_counting_gives(n: int) -> None:
-    lines = printed("sequence_parallel", "def wire_of_a_step(")
+    lines = printed("sequence_parallel", "pictures.show_wire(")
     found = {line.split()[0]: numbers(line)[1:] for line in lines if numbers(line)[:1] == [float(n)]}
     both = 2 * LAYERS + 1  # all-reduces, or pairs of a gather and a reduce-scatter
     whole = [2 * both + LOSS, 2 * both]

@@ -65,6 +65,11 @@ def swap(tensors, group, shift=-1):
     return found
 
 
+def for_each_query_head(q, k, v, offset):
+    times = q.size(1) // k.size(1)
+    return attention_with_lse(q, *(x.repeat_interleave(times, 1) if times > 1 else x for x in (k, v)), offset)
+
+
 def whole_blocks(r, source, length):
     """(queries, keys, causal_offset) of the one pair that there is, or none."""
     everything = slice(0, length)
@@ -95,7 +100,7 @@ class Ring(torch.autograd.Function):
             if step < n - 1:
                 received, works, _sent = start((keys, values), group)
             for mine, theirs, offset in pairs(r, (r + step) % n, m):
-                block = attention_with_lse(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], offset)
+                block = for_each_query_head(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], offset)
                 merged = merge_attention(out[:, :, mine], lse[:, :, mine], *block)
                 out[:, :, mine], lse[:, :, mine] = merged
             if step < n - 1:
@@ -121,7 +126,7 @@ class Ring(torch.autograd.Function):
                 with torch.enable_grad():
                     parts = (q[:, :, mine], keys[:, :, theirs], values[:, :, theirs])
                     leaves = [x.detach().requires_grad_() for x in parts]
-                    o, block_lse = attention_with_lse(*leaves, offset)
+                    o, block_lse = for_each_query_head(*leaves, offset)
                 share = (block_lse.detach() - lse[:, :, mine]).exp().unsqueeze(-1)
                 d = d_out[:, :, mine].to(out.dtype)
                 d_lse = (share * d * (o.detach() - out[:, :, mine])).sum(-1)
@@ -226,6 +231,24 @@ def context_parallelize(model, group):
     for block in model.transformer.h:
         block.attn.core = Core(group)
     return model
+
+
+def ulysses_attention(q, k, v, group):
+    """q, k and v of a rank's heads side by side, in one all-to-all; PyTorch's differentiable collectives."""
+    n = group.size()
+    if q.size(1) % n or k.size(1) % n:
+        raise ValueError(f"{q.size(1)} and {k.size(1)} heads do not both divide by {n}")
+    b, _, m, d = q.shape
+    rows = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2)  # (b, n, heads, s/n, d)
+    rows = rows.transpose(0, 1).contiguous()
+    swap_rows = torch.distributed._functional_collectives.all_to_all_single_autograd
+    arrived = swap_rows(rows, [1] * n, [1] * n, group)
+    whole = arrived.permute(1, 2, 0, 3, 4).reshape(b, -1, n * m, d)
+    mine = q.size(1) // n
+    keys, values = whole[:, mine:].chunk(2, 1)
+    out = F.scaled_dot_product_attention(whole[:, :mine], keys, values, is_causal=True, enable_gqa=True)
+    out = out.unflatten(2, (n, m)).permute(2, 0, 1, 3, 4).contiguous()  # (n, b, a/n, s/n, d)
+    return swap_rows(out, [1] * n, [1] * n, group).transpose(0, 1).flatten(1, 2)
 
 
 def next_token_loss(logits, tokens, group):

@@ -67,6 +67,10 @@ def seen(r, source, m, zigzag):
     return [(every, early, False)] if source < r else [(late, every, False)]
 
 
+def copies(kv, q):
+    return kv.repeat_interleave(q.size(1) // kv.size(2), dim=2)
+
+
 class Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, group, zigzag):
@@ -77,7 +81,7 @@ class Ring(torch.autograd.Function):
         lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
         for step in range(n):
             arrived = hop(kv, group) if step < n - 1 else None
-            keys, values = kv.view(2, *k.shape)
+            keys, values = copies(kv.view(2, *k.shape), q)
             for mine, theirs, causal in seen(r, (r - step) % n, m, zigzag):
                 found = FUSED(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], 0.0, causal)
                 merged = merge_attention(out[:, :, mine], lse[:, :, mine], found[0].to(wide), found[1])
@@ -96,14 +100,14 @@ class Ring(torch.autograd.Function):
         kv = torch.stack([k, v])
         d_kv = torch.zeros_like(kv, dtype=lse.dtype)
         for step in range(n):
-            keys, values = kv
+            keys, values = copies(kv, q)
             for mine, theirs, causal in seen(r, (r - step) % n, m, ctx.zigzag):
                 parts = [d_out[:, :, mine], q[:, :, mine], keys[:, :, theirs], values[:, :, theirs]]
                 parts = [x.contiguous() for x in (*parts, out[:, :, mine], lse[:, :, mine])]
                 found = FUSED_BACKWARD(*parts, 0.0, causal)
                 d_q[:, :, mine] += found[0]
-                d_kv[0][:, :, theirs] += found[1]
-                d_kv[1][:, :, theirs] += found[2]
+                for i in (0, 1):
+                    d_kv[i][:, :, theirs] += found[i + 1].unflatten(1, (k.size(1), -1)).sum(2)
             if step < n - 1:
                 both = torch.cat([kv.to(d_kv.dtype), d_kv])
                 both = hop(both, group)()
@@ -202,6 +206,39 @@ class Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
+
+
+class ToHeads(torch.autograd.Function):
+    """Tokens to heads by pairs of messages; backward is heads to tokens, and that is its own backward's."""
+
+    @staticmethod
+    def forward(ctx, x, group, back):
+        ctx.group, ctx.back = group, back
+        r, n = group.rank(), group.size()
+        pieces = [piece.contiguous() for piece in x.chunk(n, 2 if back else 1)]
+        arrived = [piece if i == r else torch.empty_like(piece) for i, piece in enumerate(pieces)]
+        works = []
+        for step in range(1, n):
+            to, source = (r + step) % n, (r - step) % n
+            works.append(dist.isend(pieces[to], group=group, group_dst=to))
+            works.append(dist.irecv(arrived[source], group=group, group_src=source))
+        for work in works:
+            work.wait()
+        return torch.cat(arrived, 1 if back else 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ToHeads.apply(gradient, ctx.group, not ctx.back), None, None
+
+
+def ulysses_attention(q, k, v, group):
+    """Messages between each two ranks, and the lesson's own attention."""
+    for heads in (q.size(1), k.size(1)):
+        if heads % group.size():
+            raise ValueError(f"{heads} heads cannot be dealt out to {group.size()} ranks")
+    q, k, v = (ToHeads.apply(x, group, False) for x in (q, k, v))
+    k, v = copies(torch.stack([k, v]), q)
+    return ToHeads.apply(attention_with_lse(q, k, v, 0)[0], group, True)
 
 
 def next_token_loss(logits, tokens, group):

@@ -1,4 +1,5 @@
-"""What lesson 12 grades: attention in blocks, a ring of messages, zigzag parts, a model on parts of a text.
+"""What lesson 12 grades: attention in blocks, a ring of messages, zigzag parts, a model on parts of a text,
+and attention by whole heads.
 
 The checks of each exercise are in a file of their own. They run in the order in which they are imported.
 """
@@ -8,4 +9,5 @@ from . import blocks  # noqa: F401
 from . import ring  # noqa: F401
 from . import zigzag  # noqa: F401
 from . import model  # noqa: F401
+from . import ulysses  # noqa: F401
 from . import bug  # noqa: F401

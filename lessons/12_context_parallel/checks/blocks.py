@@ -69,9 +69,9 @@ def draw_cases(trial: Trial) -> list:
     offsets = (None, 0, trial.integer(1, s_k - 2), -trial.integer(2, 3), -s_q - trial.integer(0, 3), None)
     cases = []
     for name, offset in zip(NAMES, offsets, strict=True):
-        scale = 40.0 if name == "large scores" else 1.0
-        q = scale * trial.normal(b, a, s_q, d)
-        k, v = (trial.normal(b, a, s_k, d) for _ in range(2))
+        q, k, v = (trial.normal(b, a, length, d) for length in (s_q, s_k, s_k))
+        if name == "large scores":  # of which exp() is too large for float32, whatever was drawn
+            q = q * 150 * math.sqrt(d) / (q @ k.transpose(-2, -1)).amax()
         cases.append((q, k, v, offset, trial.normal(b, a, s_q, d), trial.normal(b, a, s_q)))
     return cases
 

@@ -6,7 +6,7 @@ import torch
 
 from grader.checks import Trial, check, exercise
 
-from . import rings
+from . import grouped, rings
 from .shared import SIZES
 
 exercise(
@@ -21,7 +21,7 @@ exercise(
         "with the buffer.",
         "Backward as a torch.autograd.Function: from the final lse the weights of every block are "
         "exp(scores - lse). Keys and values travel again; the gradient of a block travels behind it, and "
-        "needs one hop more to be home.",
+        "needs one hop more to be home, unless its own rank's term waits there for the rest.",
     ),
 )
 
@@ -55,7 +55,7 @@ def messages_go_to_neighbours(trial: Trial) -> None:
 
 @check("ring_attention")
 def blocks_travel_while_one_is_computed(trial: Trial) -> None:
-    """In forward the first block is computed while the first hop is under way, not after it."""
+    """In forward each block is computed while the next one is on its way, and not after it has arrived."""
     rings.require_travel_while_computing(trial, rings.PLAIN, trial.once(observe))
 
 
@@ -69,6 +69,16 @@ def no_rank_holds_all_keys(trial: Trial) -> None:
 def blocks_of_the_future_are_not_computed(trial: Trial) -> None:
     """Rank r computes the r + 1 blocks that its queries see, at most three times that in backward."""
     rings.require_work(trial, trial.once(observe), rings.PLAIN)
+
+
+def observe_grouped(trial: Trial) -> SimpleNamespace:
+    return grouped.observe(trial, rings.PLAIN)
+
+
+@check("ring_attention", world_sizes=(4, 3, 1), subgroup=False)
+def grouped_heads_travel_as_they_are(trial: Trial) -> None:
+    """k and v may have fewer heads than q: each serves a/a_kv heads of q, and no copies of it travel."""
+    grouped.require_ring(trial, trial.once(observe_grouped))
 
 
 @check("ring_attention")

@@ -85,6 +85,13 @@ def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
         "δ is not taken off: dX is P ∘ dP alone": gradients_from(seen, weights, torch.zeros_like(delta)),
         "1/sqrt(d) is left out: it is sqrt(d) times too large": [root * d_q, root * d_k, d_v],
     }
+    place = torch.empty(seen.length, dtype=torch.int64)
+    for where in seen.where:
+        place[where] = torch.arange(len(where))
+    locally = place.unsqueeze(1) >= place.unsqueeze(0)
+    wrong["in backward the causal mask is by local positions, in every block: it has to be forward's"] = (
+        gradients_from(seen, weights.masked_fill(~locally, 0.0), delta)
+    )
     for told, blocks in (("block", seen.where), ("chunk", torch.arange(seen.length).split(seen.chunk))):
         alone = torch.zeros_like(weights)
         for w in blocks:

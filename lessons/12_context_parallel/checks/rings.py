@@ -26,18 +26,21 @@ from .shared import (
 
 BEGINNING, PATIENCE = 60.0, 2.0
 """Seconds that rank 0 waits for the others to begin, and then holds back its messages: a rank that does not
-wait for them computes its block at once."""
+wait for them computes its block at once. The second hop is held back likewise, for the last rank's block."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the two exercises."""
+    """One of the exercises in which attention is cut over ranks."""
 
     name: str
     positions: Callable[[int, int, int], Tensor]
     """(length, rank, num_ranks) → the positions of a rank's part."""
     chunks: int
     """Chunks that a rank has."""
+    heads: Callable[[int], int] = lambda num_ranks: 5
+    grouped: Callable[[int], int] = lambda num_ranks: 2
+    """num_ranks → heads of q; and of k and v where each serves three of q."""
 
     def most_pairs(self, rank: int, num_ranks: int) -> int:
         """Pairs of chunks that a rank has to multiply, those on the diagonal whole."""
@@ -57,6 +60,11 @@ def hold_back(rank) -> bool:
     return rank.hears([f"rank {r} computes" for r in others], PATIENCE)
 
 
+def hold_second_hop(rank) -> bool:
+    """Before a rank's second hop: whether the last rank, which sees all blocks, computes the second one."""
+    return rank.device.type != "cpu" or rank.hears(["the second block"], PATIENCE)
+
+
 def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
     """One forward and backward of a rank's part. Tensors come as (b, s/n, a, d), and go in as a GPT's do."""
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -64,11 +72,20 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
     parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
     rank.tell(f"rank {rank.rank} begins")
     others_computed = rank.rank > 0 or hold_back(rank)
-    watch = Watch(length, at_first_product=lambda: rank.tell(f"rank {rank.rank} computes"))
+    heard: list[bool] = []
+    last = rank.rank == rank.num_ranks - 1
+    watch = Watch(
+        length,
+        at_first_product=lambda: rank.tell(f"rank {rank.rank} computes"),
+        hop=2 * k.numel() * k.element_size(),
+        before_second_hop=None if last else lambda: heard.append(hold_second_hop(rank)),
+        at_second_block=lambda: rank.tell("the second block") if last else None,
+    )
     with rank.record(memory=True) as recording, watch:
         out = getattr(rank.submission, name)(*parts, rank.group)
         settle()
         forward, long = list(watch.order), watch.long
+        watch.before_second_hop = watch.at_second_block = None
         recording.mark(BACKWARD)
         watch.long = ""
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
@@ -82,6 +99,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         "unchanged": all(torch.equal(x, y) for x, y in zip(now, before, strict=True)),
         "forward": forward,
         "others_computed": others_computed,
+        "second_computed": all(heard),
         "long": [long, watch.long],
         "recording": recording,
     }
@@ -90,7 +108,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
 def draw(trial: Trial, kind: Kind, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
     """Sizes of which no product is the sequence's length, so that `Watch` takes nothing else for it."""
     n = trial.num_ranks
-    b, a, d = (2 if n == 3 else 3), 5, trial.choice((34, 38))
+    b, a, d = (2 if n == 3 else 3), kind.heads(n), trial.choice((34, 38))
     chunk = trial.choice((5, 7)) if kind.chunks == 1 else trial.choice((3, 5))
     length = n * kind.chunks * chunk
     q, k, v, upstream = (trial.normal(b, length, a, d, dtype=dtype) for _ in range(4))
@@ -156,7 +174,9 @@ def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
             by_parts(seen, sum(share[i] for share in seen.shares)),
             partial(others, i),
             help="A block's gradient gathers a part on every rank that uses the block, and must arrive, "
-            "complete, on the rank that owns the block.",
+            "complete, on the rank that owns the block."
+            if i
+            else "The gradient of q adds up at home: a term from every block that its queries see.",
         )
 
 
@@ -190,7 +210,7 @@ def require_ring(trial: Trial, seen: SimpleNamespace) -> None:
 
 
 def require_travel_while_computing(trial: Trial, kind: Kind, seen: SimpleNamespace) -> None:
-    """The first hop has started when the first block is computed, and is not waited for."""
+    """The first hop has started when the first block is computed, and is not waited for; the second, too."""
     for r, result in enumerate(seen.results):
         order = result["forward"]
         if trial.num_ranks > 1 and "message" in order and "product" in order:
@@ -201,13 +221,20 @@ def require_travel_while_computing(trial: Trial, kind: Kind, seen: SimpleNamespa
                 help="Start to send and to receive, compute the block that is there, then wait.",
                 rank=r,
             )
-    again = seen if seen.results[0]["others_computed"] else observe(trial, kind)  # was the machine busy?
+    good = seen.results[0]["others_computed"] and all(r["second_computed"] for r in seen.results)
+    again = seen if good else observe(trial, kind)  # was the machine busy?
     trial.require(
         again.results[0]["others_computed"],
         "rank 0 started late, and some other rank did not compute its first block before rank 0 had sent "
         "something: the hop is waited for before the block is computed",
         help="Start the hop, compute the block that is there, then wait: one block at a time. The first "
         "block is your own, and needs nothing from anybody.",
+    )
+    trial.require(
+        all(r["second_computed"] for r in again.results),
+        f"the first hop travels while the first block is computed, and no other: rank {trial.num_ranks - 1} "
+        "did not compute its second block before the second hop had arrived",
+        help="At every step the same: start the hop, compute the block that is there, then wait.",
     )
 
 
@@ -254,7 +281,9 @@ def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
                 flops <= allowed,
                 f"the {told} took {flops:,} FLOPs; {most} pairs of chunks that rank {r} has to look at take "
                 f"{most * pair_flops(seen):,.0f}{each}",
-                help="A block that lies in the future is passed on, and not computed and masked.",
+                help="A block that lies in the future is passed on, and not computed and masked."
+                if kind.chunks == 1
+                else "Of two parts compute only the pairs of chunks that are seen: 2 of 4 after step 0.",
                 rank=r,
             )
 

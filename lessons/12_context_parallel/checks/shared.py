@@ -52,10 +52,26 @@ def causal(length: int) -> Tensor:
 
 
 class Watch(TorchDispatchMode):
-    """On a rank: looks for tensors as long as the sequence, and at what comes first, product or message."""
+    """On a rank: looks for tensors as long as the sequence, and at what comes first, product or message.
 
-    def __init__(self, length: int, dims: int = 2, at_first_product: Callable | None = None) -> None:
+    Args:
+        hop: bytes that leave a rank in a hop. `before_second_hop` is called before more than that is sent.
+        at_second_block: called at the first product after a message after a product.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        dims: int = 2,
+        at_first_product: Callable | None = None,
+        hop: int = 0,
+        before_second_hop: Callable | None = None,
+        at_second_block: Callable | None = None,
+    ) -> None:
         super().__init__()
+        self.hop, self.sent = hop, 0
+        self.before_second_hop = before_second_hop
+        self.at_second_block = at_second_block
         self.length = length
         self.dims = dims
         self.at_first_product = at_first_product
@@ -63,12 +79,20 @@ class Watch(TorchDispatchMode):
         self.order: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._opname == "send":
+            if self.before_second_hop and self.sent >= self.hop:
+                self.before_second_hop()
+                self.before_second_hop = None
+            self.sent += sum(x.numel() * x.element_size() for x in tensors_in(args[0]))
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.order.append("message")
         elif func._opname in PRODUCTS or "attention" in func._opname:
             if self.at_first_product and "product" not in self.order:
                 self.at_first_product()
+            if self.at_second_block and "product" in self.order and self.order[-1] == "message":
+                self.at_second_block()
+                self.at_second_block = None
             self.order.append("product")
         for tensor in tensors_in(result):
             if not self.long and is_long(tensor, self.length, self.dims):

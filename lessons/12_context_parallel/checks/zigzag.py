@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from . import rings
+from . import grouped, rings
 from .shared import SIZES, zigzag_positions
 
 exercise(
@@ -238,7 +238,7 @@ def zigzag_messages_go_to_neighbours(trial: Trial) -> None:
 
 @check("zigzag_ring_attention")
 def zigzag_blocks_travel_while_one_is_computed(trial: Trial) -> None:
-    """In forward the first block is computed while the first hop is under way, not after it."""
+    """In forward each block is computed while the next one is on its way, and not after it has arrived."""
     rings.require_travel_while_computing(trial, rings.ZIGZAG, trial.once(observe))
 
 
@@ -260,6 +260,16 @@ def every_rank_does_the_same_work(trial: Trial) -> None:
             f"the ranks do different amounts of work in the {told}: {flops} FLOPs",
             help="At every step after the first, a rank computes two pairs, whoever's keys are there.",
         )
+
+
+def observe_grouped(trial: Trial) -> SimpleNamespace:
+    return grouped.observe(trial, rings.ZIGZAG)
+
+
+@check("zigzag_ring_attention", world_sizes=(4, 3, 1), subgroup=False)
+def zigzag_grouped_heads_travel_as_they_are(trial: Trial) -> None:
+    """k and v may have fewer heads than q: each serves a/a_kv heads of q, and no copies of it travel."""
+    grouped.require_ring(trial, trial.once(observe_grouped))
 
 
 @check("zigzag_ring_attention")

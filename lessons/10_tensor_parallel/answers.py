@@ -1,0 +1,62 @@
+"""What is true of the questions that the page asks."""
+
+from grader.guessing import Truth
+
+FLOPS = 400e12
+"""FLOPs a second of an H100 in a good run."""
+NVLINK, NETWORK = 450e9, 50e9
+"""Bytes a second in one direction: an H100's NVLink, and a network of 400 Gbit/s."""
+RANKS, TOKENS, GPT_3, GPT_2 = 8, 2048, 12288, 768
+"""Ranks, tokens in a sequence, and two widths."""
+
+
+def predictions() -> list[Truth]:
+    """Section 2: what a block sends, and how long that takes beside its compute."""
+    sent = 96 * 4 * 2 * (RANKS - 1) / RANKS * TOKENS * GPT_3 * 2 / 1e9
+    return [
+        Truth(
+            "all_reduces",
+            "all-reduces of a block, forward and backward",
+            4,
+            "all-reduces",
+            "attention and MLP: one forward and one backward each",
+        ),
+        Truth(
+            "gigabytes",
+            "GB that each of 8 ranks sends, GPT-3",
+            sent,
+            "GB",
+            "96 blocks · 4 all-reduces of 50.3 MB · 2 · 7/8",
+        ),
+        Truth(
+            "nvlink",
+            "% of the computing time, GPT-3 on NVLink",
+            100 * tax(GPT_3, RANKS, NVLINK),
+            "%",
+            "75 ms beside 668 ms",
+        ),
+        Truth(
+            "network",
+            "% of the computing time, GPT-3 on a network",
+            100 * tax(GPT_3, RANKS, NETWORK),
+            "%",
+            "a ninth of NVLink's speed",
+        ),
+        Truth(
+            "narrow",
+            "% of the computing time, h = 768 on NVLink",
+            100 * tax(GPT_2, RANKS, NVLINK),
+            "%",
+            "bytes grow with h, FLOPs with h squared",
+        ),
+    ]
+
+
+def tax(width: int, num_ranks: int, bytes_per_second: float) -> float:
+    """Seconds of communication over seconds of compute in a block of this width, forward and backward.
+
+    For each token a rank sends 4 · 2(n-1)/n · 2h bytes, and computes 6 · 12h²/n FLOPs.
+    """
+    sent = 4 * 2 * (num_ranks - 1) / num_ranks * 2 * width
+    flops = 6 * 12 * width**2 / num_ranks
+    return (sent / bytes_per_second) / (flops / FLOPS)

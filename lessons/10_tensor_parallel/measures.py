@@ -1,0 +1,117 @@
+"""What the page measures: a block on one process, and on ranks a step, its twins and its drift."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from lessons.page.memory import kept_bytes
+from lessons.page.watch import Watch
+from nanogpt.model import GPT, MLP, GPTConfig
+from solutions import tensor_parallel as ours
+
+
+def block_bytes(width: int) -> tuple[int, int]:
+    """Of a dense block: training state at 16 bytes a weight, and what one sequence keeps for backward."""
+    config = GPTConfig(block_size=256, vocab_size=64, n_layer=1, n_head=width // 64, n_embd=width)
+    block = GPT(config).transformer.h[0]
+    x = torch.randn(1, config.block_size, width, requires_grad=True)
+    return 16 * sum(p.numel() for p in block.parameters()), kept_bytes(block, x)
+
+
+def trained_slice(each_draws_its_own: bool, num_steps: int = 50) -> Tensor:
+    """On a rank seeded like the others: its hidden features after training, (8, 16).
+
+    Two cut layers learn what a random network computes. Each rank draws its slices itself, or keeps those
+    of layers that all ranks drew whole.
+    """
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    y = torch.tanh(x @ torch.randn(16, 4))
+    layers = [
+        ours.ColumnParallelLinear(16, 8 * group.size(), group=group),
+        ours.RowParallelLinear(8 * group.size(), 4, group=group),
+    ]
+    for layer in layers if each_draws_its_own else ():
+        torch.nn.init.normal_(layer.weight, std=0.02)
+    model = nn.Sequential(layers[0], nn.GELU(), layers[1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    return layers[0].weight.detach()
+
+
+def mlp_on_a_rank(cut: Any, config: GPTConfig, x: Tensor) -> dict[str, Any]:
+    """On a rank: the output of a cut MLP, and the shapes that it holds."""
+    torch.manual_seed(0)
+    mlp = cut(MLP(config), dist.group.WORLD)
+    return {"output": mlp(x), "shapes": {name: list(p.shape) for name, p in mlp.named_parameters()}}
+
+
+def step(parallelize: Callable, config: GPTConfig, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """On a rank: what one training step sends, keeps and computes, and which parameters lie here."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    dense = {name: p.shape for name, p in model.named_parameters()}
+    model = parallelize(model, dist.group.WORLD)
+    with Watch(saved=True, ignore=[*model.parameters(), *model.buffers()]) as watch:
+        loss = model(inputs, targets)[1]
+        watch.mark("backward")
+        loss.backward()
+    recording = watch.recording
+    cut = sum(p.numel() for name, p in model.named_parameters() if p.shape != dense[name])
+    return {
+        "forward": [event.num_elements for event in recording.select(None, "")],
+        "backward": [event.num_elements for event in recording.select(None, "backward")],
+        "events": [(event.index, event.num_bytes, event.after) for event in recording.select()],
+        "sent": watch.sent_bytes(),
+        "kept": recording.saved_bytes,
+        "flops": recording.flops(""),
+        "cut": cut,
+        "replicated": sum(p.numel() for p in model.parameters()) - cut,
+    }
+
+
+class AsFound(ours.MultiQueryAttention):
+    """The program to repair, as it was found."""
+
+    def __init__(self, width: int, num_heads: int, *, group: ProcessGroup) -> None:
+        super().__init__(width, num_heads, group=group)
+        for parameter in self.key_value.parameters():
+            parameter.register_hook(self.sum_over_group)
+
+    def sum_over_group(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=self.group)
+        return gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.query(x).view(b, s, -1, self.head_size).transpose(1, 2)
+        k, v = (part.unsqueeze(1).expand_as(q) for part in self.key_value(x).chunk(2, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.project(y.transpose(1, 2).flatten(2))
+
+
+def copies(attention: Any, num_steps: int = 20) -> list[tuple[Tensor, Tensor]]:
+    """On a rank: after each step, its copies of key_value's weight and of the weight of a norm below."""
+    torch.manual_seed(0)
+    norm, layer = nn.LayerNorm(32), attention(32, 4, group=dist.group.WORLD)
+    x, y = torch.randn(2, 8, 32), torch.randn(2, 8, 32)
+    for parameter in (layer.query.weight, layer.key_value.weight, layer.project.weight):
+        parameter.data *= 5  # small weights learn slowly
+    optimizer = torch.optim.SGD([*norm.parameters(), *layer.parameters()], lr=0.1)
+    seen = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        (layer(norm(x)) - y).square().mean().backward()
+        optimizer.step()
+        seen.append((layer.key_value.weight.detach().clone(), norm.weight.detach().clone()))
+    return seen

@@ -1,0 +1,329 @@
+"""Checks of `ulysses_attention`: rank r has the r-th part of the sequence, and computes a/n heads."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grader.checks import Event, Recording, Trial, check, exercise, tensors_in
+
+from . import grouped, rings
+from .ring_slips import by_parts
+from .shared import BACKWARD, FEW, SIZES, attention, causal, plain_positions
+
+exercise(
+    "ulysses_attention",
+    world_sizes=SIZES,
+    subgroup=True,
+    hints=(
+        "Which tokens and which heads does a rank have before, inside, and after attention? Two all-to-alls "
+        "that are each other's opposite turn the one into the other.",
+        "To heads: x.chunk(n, dim=1) are the heads for each rank. Stack them, all_to_all_single, and join "
+        "what came along the tokens: its first dimension is the rank that it came from.",
+        "One torch.autograd.Function with two dimensions, the one to cut and the one to join: its backward "
+        "is itself with the two exchanged. With q, k and v of whole sequences F.scaled_dot_product_attention "
+        "does the rest.",
+    ),
+)
+
+ULYSSES = rings.Kind(
+    "ulysses_attention", plain_positions, 1, heads=lambda n: 2 * max(n, 3), grouped=lambda n: 2 * n
+)
+
+
+class Whole(TorchDispatchMode):
+    """On a rank: the first tensor with all tokens of all heads."""
+
+    def __init__(self, length: int, heads: int) -> None:
+        super().__init__()
+        self.length, self.heads = length, heads
+        self.found = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            whole = self.length in tensor.shape and self.heads in tensor.shape
+            if whole and tensor.is_floating_point() and not self.found:
+                self.found = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
+        return result
+
+
+def attend(rank, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """One forward and backward of a rank's part. Tensors come as (b, s/n, a, d), and go in as a GPT's do."""
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = [x.detach().clone() for x in (q, k, v, upstream)]
+    parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
+    with rank.record() as recording, Whole(length, q.size(2)) as watch:
+        out = rank.submission.ulysses_attention(*parts, rank.group)
+        recording.mark(BACKWARD)
+        fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
+        if fits:
+            out.backward(upstream.transpose(1, 2))
+    now = [x.detach() for x in (q, k, v, upstream)]
+    return {
+        "out": out.detach() if isinstance(out, Tensor) else None,
+        "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
+        "differentiable": fits,
+        "unchanged": all(torch.equal(x, y) for x, y in zip(now, before, strict=True)),
+        "whole": watch.found,
+        "recording": recording,
+    }
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    seen = rings.draw(trial, ULYSSES)
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    seen.results = trial.run(attend, seen.length, per_rank=parts, delays=True)
+    heads = [x.double().transpose(1, 2) for x in (seen.q, seen.k, seen.v, seen.upstream)]
+    seen.inputs = [x.requires_grad_() for x in heads[:3]]
+    seen.d_out = heads[3]
+    seen.out = attention(*seen.inputs, causal(seen.length))[0]
+    seen.shares = rings.shares(seen)
+    return seen
+
+
+def observe_exact(trial: Trial) -> SimpleNamespace:
+    """In float64, alone and between two others."""
+    return rings.observe_in(trial, ULYSSES, torch.float64)
+
+
+def observe_grouped(trial: Trial) -> SimpleNamespace:
+    return grouped.observe(trial, ULYSSES)
+
+
+def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → what each rank would have."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    n, length, a = len(seen.where), seen.length, q.size(1)
+    out, mask = seen.out.detach(), causal(length)
+    places = torch.arange(length)
+    owner = places // (length // n)
+    heads = torch.arange(a)
+    per_rank = a // n
+    found = {
+        "nothing is masked": attention(q, k, v, torch.ones_like(mask))[0],
+        "each rank attended to its own tokens alone": attention(
+            q, k, v, mask & (owner.unsqueeze(1) == owner.unsqueeze(0))
+        )[0],
+        "scores are not divided by sqrt(d)": attention(q, k, v, mask, math.sqrt(q.size(-1)))[0],
+        "the heads come back in another order: first the first of each rank, then the second": out[
+            :, heads.view(n, per_rank).T.flatten()
+        ],
+        "the heads come back in another order: those of a rank are n apart": out[
+            :, heads.view(per_rank, n).T.flatten()
+        ],
+    }
+    causes = {cause: by_parts(seen, whole) for cause, whole in found.items()}
+    if n > 1:
+        causes["it is the output of the next rank's tokens"] = [
+            out[:, :, seen.where[(r + 1) % n]] for r in range(n)
+        ]
+        causes["only the heads that this rank computed have numbers"] = [
+            out[:, :, w] * (heads // per_rank == r).view(-1, 1, 1) for r, w in enumerate(seen.where)
+        ]
+    return causes
+
+
+@check("ulysses_attention")
+def ulysses_output_is_that_of_causal_attention(trial: Trial) -> None:
+    """Each rank's output is its part of plain causal attention over the whole sequence, all heads."""
+    seen = trial.once(observe)
+    trial.close(
+        "the output",
+        [r["out"] for r in seen.results],
+        by_parts(seen, seen.out),
+        lambda: wrong_outputs(seen),
+        help="After the first all-to-all rank r has tokens 0 to s-1 of heads r·a/n to (r+1)·a/n - 1, "
+        "in order: check that with torch.arange in the place of q. After the second, its "
+        "tokens of heads 0 to a-1.",
+    )
+
+
+@check("ulysses_attention")
+def ulysses_gradients_are_those_of_causal_attention(trial: Trial) -> None:
+    """The gradients of q, k and v are this rank's parts of plain attention's, all heads."""
+    seen, n = trial.once(observe), trial.num_ranks
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["differentiable"],
+            "the output has no gradient, or is not (b, a, s/n, d)",
+            help="dist.all_to_all_single is no operation of autograd's: put it into a "
+            "torch.autograd.Function, whose backward is the all-to-all the other way.",
+            rank=r,
+        )
+    a = seen.q.size(2)
+    for i, label in enumerate("qkv"):
+        whole = sum(share[i] for share in seen.shares)
+        own = [seen.shares[r][i][:, :, w] for r, w in enumerate(seen.where)]
+        mine = [
+            whole[:, :, w] * (torch.arange(a) // (a // n) == r).view(-1, 1, 1)
+            for r, w in enumerate(seen.where)
+        ]
+        zeros = [torch.zeros_like(x) for x in own]
+        trial.close(
+            f"the gradient of {label}",
+            [r["gradients"][i] for r in seen.results],
+            by_parts(seen, whole),
+            {
+                "only what this rank's own queries add": own,
+                "only the heads that this rank computed have one": mine,
+                "nothing came back": zeros,
+            }
+            if n > 1
+            else {},
+            help="The backward of an all-to-all is the all-to-all the other way: what cut "
+            "the heads joins them.",
+        )
+
+
+def wire(recording: Recording, after: str) -> float:
+    """Bytes that left a rank: an all-to-all's own piece does not."""
+    events = recording.select(None, after)
+    return sum(
+        e.num_bytes * (1 - 1 / len(e.group)) if e.kind == "all_to_all" else e.num_bytes
+        for e in events
+        if e.kind != "recv"
+    )
+
+
+def blocks(events: list[Event]) -> list[Event]:
+    return [event for event in events if event.num_bytes > FEW and event.kind != "recv"]
+
+
+@check("ulysses_attention")
+def all_to_alls_carry_each_part_once(trial: Trial) -> None:
+    """q, k, v and the output travel once, in at most four all-to-alls, and so do their gradients."""
+    seen, n = trial.once(observe), trial.num_ranks
+    part = seen.q[:, seen.where[0]].numel() * seen.q.element_size()
+    for r, result in enumerate(seen.results):
+        for after, where in (("", "forward"), (BACKWARD, "backward")):
+            events = blocks(result["recording"].select(None, after))
+            for event in events:
+                trial.require(
+                    event.kind in ("all_to_all", "send"),
+                    f"the {where} has a collective that is no all-to-all: {event.describe()}",
+                    help="Each rank needs all tokens of its own heads, and no more: an all-to-all sends to "
+                    "rank j what rank j needs. Backward is an all-to-all, too.",
+                    cause="an all-gather in the place of an all-to-all?"
+                    if event.kind == "all_gather"
+                    else "",
+                    rank=r,
+                )
+            swaps = sum(event.kind == "all_to_all" for event in events)
+            sends = sum(event.kind == "send" for event in events)
+            parts = wire(result["recording"], after) / part
+            trial.require(
+                parts <= 4 * (n - 1) / n + 0.01 and (n == 1 or swaps + sends / (n - 1) <= 4),
+                f"the {where} took {swaps} all-to-alls and {sends} messages, which sent {parts:.3g} parts "
+                f"from this rank, where four all-to-alls and {4 * (n - 1) / n:.3g} parts are enough (a part: "
+                f"{part:,} bytes of q, k, v or the output)",
+                help="Of each of q, k, v and the output, a rank keeps 1/n and sends the rest, once.",
+                rank=r,
+            )
+
+
+@check("ulysses_attention", world_sizes=(4,), subgroup=False)
+def no_rank_holds_all_heads_of_all_tokens(trial: Trial) -> None:
+    """No tensor has all tokens and all heads: only a rank's own heads get long."""
+    for r, result in enumerate(trial.once(observe).results):
+        trial.require(
+            not result["whole"],
+            f"{result['whole']}: all tokens and all heads",
+            help="To rank j go the heads that rank j computes, and no others: a/n of them.",
+            rank=r,
+        )
+
+
+@check("ulysses_attention")
+def ulysses_takes_grouped_keys(trial: Trial) -> None:
+    """k and v may have fewer heads than q: each serves a/a_kv heads of q, and no copies of it travel."""
+    seen, n = trial.once(observe_grouped), trial.num_ranks
+    grouped.require_values(trial, seen)
+    most = (2 + 2 * grouped.PER_GROUP) * (n - 1) / n
+    grouped.require_bytes(trial, seen, wire, lambda after: most)
+
+
+def refused(rank, q: Tensor, k: Tensor) -> tuple[str, str]:
+    try:
+        rank.submission.ulysses_attention(q, k, k, rank.group)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@check("ulysses_attention", world_sizes=(2, 3, 4))
+def heads_that_do_not_divide_are_refused(trial: Trial) -> None:
+    """Heads of q, or of k and v, that do not divide by n are a ValueError that says which number by which."""
+    n = trial.num_ranks
+    few = n - 1 if n > 2 else 1
+    for told, a, a_kv in (("a", 2 * n + 1, 2 * n + 1), ("a_kv", few * n * 5, few * 5)):
+        q, k = trial.normal(2, a, 4, 6), trial.normal(2, a_kv, 4, 6)
+        heads = a if told == "a" else a_kv
+        for r, (kind, message) in enumerate(trial.run(refused, q, k)):
+            trial.require(
+                kind == "ValueError",
+                f"{a} heads of q and {a_kv} of k and v over {n} ranks gave {kind} where a ValueError belongs",
+                help=f"Look at both before anything is sent: {heads} heads do not divide by {n}.",
+                rank=r,
+            )
+            trial.require(
+                {str(heads), str(n)} <= set(re.findall(r"\d+", message)),
+                f'the error for {heads} heads over {n} ranks says "{message}": which number does not divide '
+                "by which?",
+                help=f"Name both, {heads} and {n}: who reads it has to change one of them.",
+                rank=r,
+            )
+
+
+def observe_large(trial: Trial) -> SimpleNamespace:
+    """Scores up to 150, of which exp() is too large for float32."""
+    seen = rings.draw(trial, ULYSSES)
+    q, k = (x.transpose(1, 2) for x in (seen.q, seen.k))
+    seen.q = seen.q * 150 * math.sqrt(q.size(-1)) / (q @ k.transpose(-2, -1)).amax()
+    seen.inputs = [x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v)]
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    seen.results = trial.run(rings.attend_in, ULYSSES.name, per_rank=parts)
+    seen.out = attention(*seen.inputs, causal(seen.length))[0]
+    seen.out.backward(seen.upstream.double().transpose(1, 2))
+    return seen
+
+
+@check("ulysses_attention", world_sizes=(3,), subgroup=False)
+def ulysses_scores_do_not_overflow(trial: Trial) -> None:
+    """Scores of a hundred give what the softmax gives, forward and backward: nothing overflows."""
+    seen = trial.once(observe_large)
+    for what, found, whole in (
+        ("the output", [r["out"] for r in seen.results], seen.out),
+        *(
+            (f"the gradient of {x}", [r["gradients"][i] for r in seen.results], seen.inputs[i].grad)
+            for i, x in enumerate("qkv")
+        ),
+    ):
+        trial.close(
+            f"{what} where scores reach 150",
+            found,
+            by_parts(seen, whole),
+            help="Subtract the largest score of a row before exp, or leave the softmax to PyTorch.",
+            rtol=1e-3,
+        )
+
+
+@check("ulysses_attention")
+def ulysses_inputs_stay_as_they_were(trial: Trial) -> None:
+    """q, k, v and the gradient that comes in are not written to."""
+    rings.require_unchanged(trial, trial.once(observe))
+
+
+@check("ulysses_attention", world_sizes=(3,), subgroup=False)
+def ulysses_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
+    """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
+    rings.require_dtype(trial, ULYSSES, trial.once(observe), trial.once(observe_exact))
+
+
+@check("ulysses_attention", world_sizes=(3,), subgroup=False)
+def ulysses_calls_do_not_disturb_each_other(trial: Trial) -> None:
+    """The backward of one of three attentions, as of a model's layers, is that of its own forward."""
+    rings.require_calls_apart(trial, trial.once(observe_exact))
