@@ -29,7 +29,7 @@ grade:
 	@$(ENVIRONMENT) && { "$$python" -m grader $(ARGS) || { status=$$?; test $$status -eq 1 || exit $$status; }; }
 
 RANKS ?= 1
-TORCHRUN = $(if $(filter-out 1,$(RANKS)),-m torch.distributed.run --nproc-per-node $(RANKS))
+TORCHRUN = $(if $(filter-out 1,$(RANKS)),-m nanogpt.ranks --nproc-per-node $(RANKS))
 train: # LESSON=08 is for that lesson's notebook as the implementation; ranks have a core each, as torchrun wants it
 	@$(ENVIRONMENT) && $(if $(TORCHRUN),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}) \
 		"$$python" $(TORCHRUN) -m nanogpt.train $(ARGS) \

@@ -28,6 +28,8 @@ def main() -> None:
         instead = Path(tempfile.mkdtemp(prefix="scale-by-hand-jupyter-"))
         print(f"{home} can not be written: Jupyter keeps its settings in {instead}", file=sys.stderr)
         os.environ.update({name: str(instead / name.lower()) for name in stuck})
+    commands = str(Path(sys.executable).parent)  # such as `grade`, for cells that begin with "!"
+    os.environ["PATH"] = os.pathsep.join([commands, os.environ.get("PATH", os.defpath)])
     command = [sys.executable, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/lessons"]
     if os.getuid() == 0:  # Jupyter refuses to run as root, which is who you are on most pods
         command.append("--allow-root")

@@ -54,6 +54,7 @@ def test_links_of_the_repository_lead_to_pages_of_the_book() -> None:
     text = pages.in_the_book((ROOT / "README.md").read_text(), ROOT, LESSONS)
     assert "](lessons/data_parallel.ipynb)" in text
     assert "](using.md)" in text
+    assert "](using.md#bytes-asked-for-and-bytes-that-travel)" in text
     assert "](infra/" not in text
     assert "<!--" not in text
 

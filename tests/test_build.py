@@ -188,7 +188,7 @@ class Adder:
 
     def __init__(self, constant: float) -> None:
         """Keep it."""
-        raise NotImplementedError("about 1 line; and about 4 lines of helpers: a helper, a method")
+        raise NotImplementedError("about 1 line, plus about 4 lines in helpers: a helper, a method")
 
     def __call__(self, x: float) -> float:
         raise NotImplementedError("about 1 line")
@@ -242,7 +242,7 @@ def test_how_long_an_answer_is_is_counted_with_its_helpers(tmp_path: Path) -> No
         [helper, "# end of answer", "", "", "def f():", *answer, "    return x", "    # end of answer"]
     )
     stub = read_from(tmp_path, text)["f"].stub
-    assert 'raise NotImplementedError("about 4 lines; and about 25 lines of helpers: parts")' in stub
+    assert 'raise NotImplementedError("about 4 lines, plus about 25 lines in helpers: parts")' in stub
 
 
 def test_a_long_announcement_takes_several_lines(tmp_path: Path) -> None:
@@ -293,6 +293,15 @@ def test_the_learner_gets_stubs_checks_and_the_broken_program(lesson: Lesson) ->
     assert cells["exercise-average"].endswith("# the bug")
     assert "mul(2" not in "".join(cells.values())
     assert "```bash\necho text\n```" in cells.values()
+
+
+def test_a_check_waits_until_the_next_code_cell_has_been_seen(lesson: Lesson) -> None:
+    text = lesson.text_path.read_text()
+    lesson.text_path.write_text(text.replace('exercise="Adder"', 'exercise="Adder" tags=["look-first"]'))
+    build.build_lesson(lesson, execute=False, say=quiet)
+    cells = nbformat.read(lesson.learner_notebook, as_version=4).cells
+    code = [cell.id for cell in cells if cell.cell_type == "code"]
+    assert code.index("check-Adder") == code.index("exercise-Adder") + 2
 
 
 def test_the_colab_cell_comes_before_the_setup_cell_and_does_nothing_here(lesson: Lesson) -> None:
@@ -595,6 +604,16 @@ def test_each_derived_file_is_known_to_be_stale(course: Path, lesson: Lesson, ca
         changed("checks/__init__.py, shared/pairs.py")
     ]
     shutil.rmtree(shared.parent)
+    page = shared.parents[1] / "page"
+    page.mkdir()
+    (page / "curves.py").write_text("from lessons.page.look import figure\n")
+    (page / "look.py").write_text("")
+    (page / "tap.py").write_text("")
+    checks.write_text("from lessons.page.curves import draw_differences\n")
+    assert [one.why for one in build.find_stale(course, discover(course))] == [
+        changed("checks/__init__.py, page/curves.py, page/look.py")
+    ]
+    shutil.rmtree(page)
     checks.write_text(before[checks])
     assert stale_after(solution, "START", "BEGIN") == {notebook: changed(solution.name)}
     hand = json.dumps("the bug")[1:-1]

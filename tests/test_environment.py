@@ -302,6 +302,7 @@ def became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What `make lab` becomes, where nothing but a folder for temporary files is to be had."""
     commands: list[list[str]] = []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
     for name in (*lab.FOLDERS, "HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, "to be taken back")
         monkeypatch.delenv(name)
@@ -320,6 +321,7 @@ def test_jupyter_keeps_its_things_elsewhere_where_home_can_not_be_written(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     lab.main()
     assert became[0][1:3] == ["-m", "jupyterlab"] and became[0][-1] == "--no-browser"
+    assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert "home can not be written: Jupyter keeps its settings in" in capfd.readouterr().err
     for name in lab.FOLDERS:
         folder = Path(os.environ[name])

@@ -1,4 +1,4 @@
-"""The formulas of lesson 01 give the figures that papers, playbooks and repositories have printed."""
+"""The formulas of lessons 01 and 08 give the figures that papers, playbooks and repositories have printed."""
 
 import math
 import re
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from lessons.data_parallel.answers import MACHINES
 from nanogpt.model import GPTConfig
+from solutions.data_parallel import smallest_hidden_share
 from solutions.flops_and_memory import (
     count_parameters,
     forward_flops,
@@ -125,6 +127,15 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
         100 * model_flops_utilization(GPT2, inputs["batch"] * 1024 / inputs["iter_s"], inputs["peak"], 1024)
     ),
     r"nanogpt_train_days": lambda _: 6 * count_parameters(GPT2)["total"] * 300e9 / (8 * 312e12 * 0.3) / 86400,
+    r"scalingbook_dp_tokens_.*": lambda inputs: smallest_hidden_share(
+        124_337_664, inputs["TF"] * 1e12, inputs["GBps"] * 1e9
+    ),
+    r"hw_A100-SXM-80_bf16_TF": lambda _: MACHINES["A100, NVLink"][0] / 1e12,
+    r"hw_A100-SXM-80_nvlink_uni_GBps": lambda _: MACHINES["A100, NVLink"][1] / 1e9,
+    r"hw_H100-SXM_bf16_TF": lambda _: MACHINES["H100, NVLink"][0] / 1e12,
+    r"hw_H100-SXM_nvlink_uni_GBps": lambda _: MACHINES["H100, NVLink"][1] / 1e9,
+    r"hw_DGX-H100_node_egress_GBps": lambda _: MACHINES["H100, between machines"][1] / 1e9,
+    r"hw_DGX-A100-P4d_node_egress_GBps": lambda _: MACHINES["A100, between machines"][1] / 1e9,
 }
 
 

@@ -88,13 +88,14 @@ def in_the_book(text: str, root: Path, lessons: list[Lesson]) -> str:
     places = {path.relative_to(root).as_posix(): f"lessons/{each.slug}.ipynb" for path, each in notebooks}
     places |= {source: name for name, source in DOCUMENTS.items()}
     places |= {source: f"docs/{Path(source).name}" for source in PICTURES}
-    places["README.md#the-lessons"] = "index.md"
+    places["README.md"] = "index.md"
 
     def link(found: re.Match[str]) -> str:
-        target = found[1].removeprefix("../")
+        target, *heading = found[1].removeprefix("../").split("#")
         if "://" in target:
             return found[0]
-        return f"]({places.get(target, f'{repository}/blob/main/{target}')})"
+        place = places.get(target, f"{repository}/blob/main/{target}")
+        return f"]({'#'.join([place, *heading])})"
 
     return re.sub(r"\]\(([^)]+)\)", link, re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL))
 

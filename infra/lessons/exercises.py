@@ -188,7 +188,7 @@ def announcement(lines: list[str], block: Block, helpers: list[Block]) -> str:
         return own
     notes = ", ".join(helper.note for helper in helpers if helper.note)
     number = sum(count_lines(lines, helper) for helper in helpers)
-    return f"{own}; and about {_counted(number)} of helpers" + (f": {notes}" if notes else "")
+    return f"{own}, plus about {_counted(number)} in helpers" + (f": {notes}" if notes else "")
 
 
 def count_lines(lines: list[str], block: Block) -> int:

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -13,6 +14,11 @@ from infra.lessons.derived import Repository
 from infra.lessons.source import Cell, Lesson
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+_PAGE_MODULE = re.compile(r"^\s*from lessons\.page\.(\w+) import", re.MULTILINE)
+
+SHOWING = ("cell_output.py", "guessing.py")
+"""Of the grader, what gives a cell's output its form."""
 
 METADATA = "scale_by_hand"
 """Key of what the builder writes down for itself in a notebook's metadata."""
@@ -67,12 +73,26 @@ def digest_of_sources(lesson: Lesson) -> dict[str, str]:
     """What the outputs of the solved notebook come from, by name: of lesson.md its code, not its prose."""
     code = [[cell.source, cell.exercise] for cell in lesson.cells if cell.kind == "code"]
     beside = {p.relative_to(lesson.folder).as_posix(): p for p in sorted(lesson.folder.rglob("*.py"))}
-    if any("lessons_shared" in path.read_text() for path in beside.values()):
-        lessons = lesson.folder.parent
+    lessons, texts = lesson.folder.parent, [path.read_text() for path in beside.values()]
+    texts += [cell.source for cell in lesson.cells]
+    if any("lessons_shared" in text for text in texts):
         beside |= {p.relative_to(lessons).as_posix(): p for p in sorted((lessons / "shared").rglob("*.py"))}
-    files = beside | {lesson.solution_path.name: lesson.solution_path}
+    beside |= {p.relative_to(lessons).as_posix(): p for p in _page_modules(lessons / "page", texts)}
+    shown = {f"grader/{name}": lessons.parent / "grader" / name for name in SHOWING}
+    files = beside | shown | {lesson.solution_path.name: lesson.solution_path}
     digests = {name: _digest(path.read_bytes()) for name, path in files.items() if path.exists()}
     return {"code of lesson.md": _digest(json.dumps(code).encode()), **digests}
+
+
+def _page_modules(folder: Path, texts: list[str]) -> list[Path]:
+    """The files of lessons/page that the texts import, and those that these import."""
+    found: set[Path] = set()
+    while texts:
+        names = {name for text in texts for name in _PAGE_MODULE.findall(text)}
+        new = {folder / f"{name}.py" for name in names} - found
+        found |= new
+        texts = [path.read_text() for path in new if path.exists()]
+    return sorted(found)
 
 
 def show_what_needs_no_exercise(notebook: NotebookNode, solved: NotebookNode) -> None:
@@ -126,22 +146,30 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+LOOK_FIRST = "look-first"
+"""The tag of an exercise whose check stands after the next code cell."""
+
+
 def _notebook(lesson: Lesson, repository: Repository, *, solved: bool) -> NotebookNode:
     path = lesson.solved_notebook if solved else lesson.learner_notebook
     badge = repository.colab_badge(path.relative_to(lesson.root))
     nodes: list[NotebookNode] = []
+    later: list[NotebookNode] = []  # the check of a program that is to be looked at first
     for cell in lesson.cells:
         if cell.kind == "code" and not any(node.cell_type == "code" for node in nodes):
             nodes.append(_code("colab", COLAB_CELL.format(url=repository.url, folder=repository.name)))
         if cell.exercise:
-            nodes += _exercise_cells(lesson, cell, solved=solved)
+            nodes += later + _exercise_cells(lesson, cell, solved=solved)
+            later = [nodes.pop()] if LOOK_FIRST in cell.tags else []
         elif cell.kind == "code":
-            nodes.append(_code(_id_of(cell), cell.source, tags=list(cell.tags)))
+            nodes += [_code(_id_of(cell), cell.source, tags=list(cell.tags)), *later]
+            later = []
         else:
             title = f"# {lesson.title}\n"
             below = f"{title}\n{badge}\n{_what_it_takes(lesson)}"
             source = f"{cell.source}\n".replace(title, below, not nodes).rstrip("\n")
             nodes.append(_with_id(new_markdown_cell(source), _id_of(cell)))
+    nodes += later
     _make_ids_unique(nodes)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook: NotebookNode = new_notebook(cells=nodes)
