@@ -435,6 +435,43 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> T
     # end of answer
 
 
+def smallest_hidden_part(
+    num_heads: int,
+    num_kv_heads: int,
+    flops_per_second: float,
+    bytes_per_second: float,
+    element_bytes: int = 2,
+    zigzag: bool = False,
+) -> int:
+    """The fewest tokens t of each sequence on a rank for which a hop of the forward is hidden by computing.
+
+    A hop carries a block of keys and one of values: 2 · b · t · h_kv numbers of `element_bytes` bytes. A head
+    has the same width everywhere, so h_kv is h · num_kv_heads / num_heads. Meanwhile a rank computes all its
+    queries with a block of keys: 4 · b · t² · h FLOPs, or half of them with `zigzag`. It is a whole number of
+    tokens, rounded up. Where the two times are equal, the hop is hidden. Batch and width cancel.
+
+    Args:
+        num_heads: heads of q.
+        num_kv_heads: heads of k and of v; it divides num_heads.
+        flops_per_second: how fast a rank computes.
+        bytes_per_second: how fast a rank sends. Bytes, not bits.
+
+    Raises:
+        ValueError: a speed is 0 or negative, or num_heads does not divide by num_kv_heads.
+
+    Source: arXiv:2310.01889, section 3, "Arithmetic Intensity Between Hosts": F / B for bf16.
+    """
+    # answer
+    if flops_per_second <= 0 or bytes_per_second <= 0:
+        raise ValueError(f"speeds are above 0, not {flops_per_second} and {bytes_per_second}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} heads of q do not divide by {num_kv_heads} of k and v")
+    flops_a_pair = 2 if zigzag else 4  # of a query and a key, over h
+    sent = 2 * element_bytes * num_kv_heads * flops_per_second
+    return int(-(-sent // (flops_a_pair * num_heads * bytes_per_second)))
+    # end of answer
+
+
 def next_token_loss(logits: Tensor, tokens: Tensor, group: ProcessGroup) -> Tensor:
     """Mean cross entropy in nats of predicting the next token, on a sequence that is cut over the ranks.
 

@@ -11,6 +11,7 @@ import yaml
 
 from lessons.data_parallel.answers import MACHINES
 from nanogpt.model import GPTConfig
+from solutions.context_parallel import smallest_hidden_part
 from solutions.data_parallel import smallest_hidden_share
 from solutions.flops_and_memory import (
     count_parameters,
@@ -129,6 +130,9 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
     r"nanogpt_train_days": lambda _: 6 * count_parameters(GPT2)["total"] * 300e9 / (8 * 312e12 * 0.3) / 86400,
     r"scalingbook_dp_tokens_.*": lambda inputs: smallest_hidden_share(
         124_337_664, inputs["TF"] * 1e12, inputs["GBps"] * 1e9
+    ),
+    r"ring_t2_.*_block": lambda inputs: smallest_hidden_part(
+        32, 32, inputs["TF"] * 1e12, inputs["GBps"] * 1e9
     ),
     r"hw_A100-SXM-80_bf16_TF": lambda _: MACHINES["A100, NVLink"][0] / 1e12,
     r"hw_A100-SXM-80_nvlink_uni_GBps": lambda _: MACHINES["A100, NVLink"][1] / 1e9,

@@ -1,6 +1,31 @@
 """What is true of the questions that the page asks."""
 
+from typing import Any
+
 from grader.guessing import Truth
+
+RINGS: dict[str, tuple[int, int, float, float]] = {
+    "A100, NVLink": (128, 128, 312e12, 300e9),
+    "A100, InfiniBand": (128, 128, 312e12, 12.5e9),
+    "H100, 400 Gbit/s": (128, 128, 989e12, 50e9),
+    "the same, 16 heads share one": (128, 8, 989e12, 50e9),
+}
+"""Heads of q, of k and v, dense bf16 FLOP/s, and bytes a second of a GPU in one direction.
+
+The A100s are those of table 2 of arXiv:2310.01889. The others are in tests/published_figures.yaml.
+"""
+
+LLAMA_PART, LLAMA_FLOPS = 131_072 // 16, 380e12
+"""Tokens of a sequence on a rank, and FLOP/s of a GPU: arXiv:2407.21783, table 4."""
+
+
+def show_published_run(smallest_hidden_part: Any) -> None:
+    """What the learner's function says of Llama 3 405B's longest sequences, on 400 Gbit/s a GPU."""
+    print(f"each of 16 ranks has {LLAMA_PART:,} tokens of a sequence, and computes 380 TFLOP/s")
+    for told, heads in (("8 heads of k, v", 8), ("128 heads", 128)):
+        least = smallest_hidden_part(128, heads, LLAMA_FLOPS, 50e9, zigzag=True)
+        times = LLAMA_PART / least
+        print(f"a zigzag with {told:15} needs {least:6,} tokens: {times:.2g} times as many are there")
 
 
 def predictions() -> list[Truth]:

@@ -1,6 +1,7 @@
 """What the page measures: attention on ranks, bytes kept, and what a ring sees of each block."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from grader import run_ranks
 from lessons.page.memory import kept_bytes
+from lessons.page.tap import Tap
 from lessons.page.watch import Watch
 from nanogpt.model import GPT, GPTConfig, PlainAttention
 from solutions.sequence_parallel import gather_sequence, reduce_scatter_sequence
@@ -79,6 +81,44 @@ def through_the_whole(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> T
     """Sequence parallel's messages: between them, attention with a/n heads of all tokens sends nothing."""
     x = q.transpose(1, 2).flatten(2)  # (b, s/n, h)
     return reduce_scatter_sequence(gather_sequence(x, group), group)
+
+
+def hidden_parts(ring: Attention, ratios: Sequence[float], repeat: int = 9) -> list[float]:
+    """On a rank of two: which part of the hop is hidden, where computing a block takes `ratio` times as long.
+
+    In each round a forward without a wire tells how long the block takes that is computed beside the hop.
+    """
+    q, k, v = torch.randn(3, 2, 4, 256, 64)
+    found: list[list[float]] = [[] for _ in ratios]
+    for _ in range(repeat):
+        hop = _sent_in_forward(ring, q, k, v, None)
+        computing = torch.tensor(hop[0]["waited"] - hop[0]["start"], dtype=torch.float64)
+        dist.all_reduce(computing)
+        a_second = sum(entry["bytes"] for entry in hop) / (computing.item() / dist.get_world_size())
+        for parts, ratio in zip(found, ratios, strict=True):
+            parts.append(_hidden(_sent_in_forward(ring, q, k, v, a_second * ratio)))
+    return [statistics.median(parts) for parts in found]
+
+
+def _sent_in_forward(
+    ring: Attention, q: Tensor, k: Tensor, v: Tensor, bytes_per_second: float | None
+) -> list[dict]:
+    """What a rank sends in a forward, with the times when it left, was awaited and arrived."""
+    dist.barrier()
+    with torch.no_grad(), Tap(bytes_per_second) as tap:
+        ring(q, k, v, dist.group.WORLD)
+    return tap.log
+
+
+def _hidden(sent: list[dict]) -> float:
+    """The part of the wire's time in which nobody waited for it."""
+    exposed = whole = free = 0.0
+    for entry in sent:
+        begin = max(entry["start"], free)
+        exposed += max(0.0, entry["end"] - max(entry["waited"], begin))
+        whole += entry["end"] - begin
+        free = entry["end"]
+    return 1 - exposed / whole
 
 
 def small_gpt(length: int, plain: bool = False) -> GPT:

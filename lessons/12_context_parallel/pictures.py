@@ -1,15 +1,16 @@
 """The pictures of the lesson, a line each to call."""
 
 import math
+import statistics
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from grader import run_ranks
-from lessons.context_parallel import measures
+from lessons.context_parallel import answers, measures
 from lessons.context_parallel.measures import LENGTH, LENGTHS
-from lessons.page.look import BLUE, GREEN, GREY, ORANGE, RANKS, RED, figure
+from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, RANKS, RED, figure
 
 
 def draw_kept() -> None:
@@ -170,6 +171,42 @@ def draw_measured_work(rings: dict[str, dict[int, list[dict]]], n: int = 4) -> N
     axes.set(ylabel="pairs of chunks\nmultiplied")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper left")
+    plt.show()
+
+
+def draw_hidden_parts(ring: Any) -> None:
+    """Predicted and measured: which part of a hop is hidden behind a shorter or longer block."""
+    ratios = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0]
+    run = run_ranks(measures.hidden_parts, ring, ratios, ranks=2)
+    measured = [statistics.fmean(parts) for parts in zip(*run, strict=True)]
+    every = [2 ** (i / 10) / 8 for i in range(51)]
+    _, axes = figure(figsize=(6.5, 3))
+    axes.plot(every, [min(1, x) for x in every], color=GREY, label="the formula")
+    axes.plot(ratios, measured, "o", color=BLUE, label="measured with your ring_attention")
+    axes.set_xscale("log", base=2)
+    axes.set(xticks=ratios, xticklabels=[f"{x:g}" for x in ratios], ylim=(-0.05, 1.1))
+    axes.set(
+        xlabel="tokens of a rank, as a multiple of the smallest hidden part", ylabel="hidden part of a hop"
+    )
+    axes.legend(loc="lower right")
+    plt.show()
+    print("tokens   formula   measured")
+    for x, seen in zip(ratios, measured, strict=True):
+        print(f"{x:6g} {min(1, x):9.0%} {seen:10.0%}")
+
+
+def draw_machines(smallest_hidden_part: Any) -> None:
+    """On published machines: which part of a hop is hidden, over a rank's tokens; the learner's thresholds."""
+    _, axes = figure(figsize=(9, 3.4))
+    every = [2 ** (i / 20) for i in range(100, 340)]
+    for (told, call), color in zip(answers.RINGS.items(), (GREEN, BLUE, ORANGE, RED), strict=True):
+        least = smallest_hidden_part(*call)
+        axes.plot(every, [min(1, t / least) for t in every], color=color, label=f"{told}: {least:,} tokens")
+    axes.axvline(answers.LLAMA_PART, color=PINK, linestyle=":")
+    axes.text(answers.LLAMA_PART * 1.1, 0.1, "Llama 3 405B's part\nof 131,072 tokens", color=PINK)
+    axes.set_xscale("log")
+    axes.set(xlabel="tokens of one sequence on a rank", ylabel="hidden part of\na hop, at most")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), title="bf16, all of the data sheet's FLOP/s")
     plt.show()
 
 

@@ -51,7 +51,10 @@ class Tap:
         self.bytes_per_second = bytes_per_second
         self._across, self._machine_size = across, machine_size
         self.log: list[dict[str, Any]] = []
-        """What was sent, in order: `kind`, `bytes` of the whole tensor, `start` and `end` in seconds."""
+        """What was sent, in order: `kind`, `bytes` of the whole tensor, `start` and `end` in seconds.
+
+        `waited`, once somebody has: when the first wait for it began.
+        """
         self._busy_until: dict[float, float] = {}
         self._originals: dict[str, Callable] = {}
 
@@ -108,6 +111,7 @@ class _Sent:
         self._work, self._entry = work, entry
 
     def wait(self) -> None:
+        self._entry.setdefault("waited", time.perf_counter())
         self._work.wait()
         time.sleep(max(0.0, self._entry["end"] - time.perf_counter()))
         self._entry["end"] = self._entry["end"] or time.perf_counter()

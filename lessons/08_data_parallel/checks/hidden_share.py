@@ -3,7 +3,8 @@
 import math
 from fractions import Fraction
 
-from grader.checks import Answers, Trial, check, compare_answers, exercise, show
+from grader.checks import Answers, Trial, check, compare_answers, exercise
+from lessons_shared.thresholds import require_one_division, require_refused
 
 exercise(
     "smallest_hidden_share",
@@ -114,19 +115,6 @@ def slips_of_whole(*call: float) -> dict[str, float]:
     return {"one token more than is needed: where the times are equal, the all-reduce is hidden": t + 1}
 
 
-def is_off_by_rounding(answers: Answers) -> bool:
-    """Wrong by one token, and only for some calls: divisions that were rounded."""
-    off = [
-        given != true if isinstance(given, int | float) else None
-        for given, true in zip(answers.given, answers.true, strict=True)
-    ]
-    near = all(
-        isinstance(given, int | float) and abs(given - true) <= 1
-        for given, true in zip(answers.given, answers.true, strict=True)
-    )
-    return near and any(off) and not all(off)
-
-
 # --- the checks ---
 
 
@@ -142,14 +130,8 @@ def equal_times_are_hidden(trial: Trial) -> None:
     """Where both times are equal for a whole number of tokens, that is the answer, for every model."""
     answers = trial.once(ask_equal_times)
     help = "Solve for t on paper, and divide once."
-    if is_off_by_rounding(answers):
-        i = next(i for i, given in enumerate(answers.given) if given != answers.true[i])
-        trial.wrong(
-            f"{answers.asked(answers.calls[i])} is {show(answers.given[i])}, and {answers.true[i]:,} tokens "
-            "take exactly as long",
-            cause="each division rounds, and what is whole on paper ends beside it, as P will have it",
-            asked=help,
-        )
+    cause = "each division rounds, and what is whole on paper ends beside it, as P will have it"
+    require_one_division(trial, answers, cause, help)
     compare_answers(trial, answers, slips=lambda *call: slips_of_whole(*call) | slips(*call), help=help)
 
 
@@ -167,11 +149,4 @@ def published_thresholds_come_out(trial: Trial) -> None:
 @check("smallest_hidden_share")
 def speeds_are_positive(trial: Trial) -> None:
     """A speed that is 0 or negative is a ValueError."""
-    answers = trial.once(ask_nonsense)
-    for call, given in zip(answers.calls, answers.given, strict=True):
-        refused = isinstance(given, str) and given.startswith("ValueError")
-        trial.require(
-            refused,
-            f"{answers.asked(call)} gave {given!r} where a ValueError belongs",
-            help="Look at both speeds before anything is divided.",
-        )
+    require_refused(trial, trial.once(ask_nonsense), help="Look at both speeds before anything is divided.")
