@@ -1,4 +1,4 @@
-"""Checks of the least number of tokens for which computing hides the wire: a quotient of speeds, rounded up."""
+"""Checks of the fewest tokens for which computing hides the wire: a quotient of speeds, rounded up."""
 
 from grader.checks import Answers, Trial, show
 
