@@ -196,7 +196,7 @@ def draw_hidden_parts(ring: Any) -> None:
 
 
 def draw_machines(smallest_hidden_part: Any) -> None:
-    """On published machines: which part of a hop is hidden, over a rank's tokens; the learner's thresholds."""
+    """On published machines: which part of a hop is hidden, over a rank's tokens."""
     _, axes = figure(figsize=(9, 3.4))
     every = [2 ** (i / 20) for i in range(100, 340)]
     for (told, call), color in zip(answers.RINGS.items(), (GREEN, BLUE, ORANGE, RED), strict=True):
