@@ -473,6 +473,35 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     # end of answer
 
 
+def tensor_parallel_overhead(
+    n_embd: int, num_ranks: int, flops_per_second: float, bytes_per_second: float, element_bytes: int = 2
+) -> float:
+    """Seconds that a rank sends in a block's all-reduces, over the seconds that it computes there.
+
+    A block has 12 · h² weights, cut over the ranks; a token takes 2 FLOPs a weight in forward and 4 in
+    backward. Products of attention's scores are not counted. The all-reduces of forward and backward, of h
+    numbers a token and `element_bytes` a number, go round a ring, and none of them hides. Batch and length
+    cancel. It is 0 on one rank.
+
+    Args:
+        n_embd: h.
+        flops_per_second: how fast a rank computes.
+        bytes_per_second: how fast a rank sends. Bytes, not bits.
+
+    Raises:
+        ValueError: a speed is 0 or negative.
+
+    Source: arXiv:1909.08053, section 3, for what is sent; arXiv:2104.04473, section 3.2.
+    """
+    # answer
+    if flops_per_second <= 0 or bytes_per_second <= 0:
+        raise ValueError(f"speeds are above 0, not {flops_per_second} and {bytes_per_second}")
+    sent = 4 * 2 * (num_ranks - 1) / num_ranks * n_embd * element_bytes  # by a rank, for a token
+    computed = (2 + 4) * 12 * n_embd**2 / num_ranks
+    return (sent / bytes_per_second) / (computed / flops_per_second)
+    # end of answer
+
+
 class MultiQueryAttention(nn.Module):
     """Causal attention in which all heads share one key head and one value head (Shazeer 2019).
 

@@ -217,6 +217,8 @@ def _factor(asked: Sequence[Answer], tolerance: float) -> str:
         return f"always exactly {WORDS[int(factor)]} what it should be"
     if 1 / factor in WORDS:
         return f"it should always be exactly {WORDS[int(1 / factor)]} that"
+    if factor.denominator == 1:
+        return f"always exactly {int(factor):,} times what it should be"
     return f"always exactly {factor} of what it should be"
 
 

@@ -1,5 +1,7 @@
 """What the page measures: a block on one process, and on ranks a step, its twins and its drift."""
 
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from lessons.page.memory import kept_bytes
+from lessons.page.tap import Tap
 from lessons.page.watch import Watch
 from nanogpt.model import GPT, MLP, GPTConfig
 from solutions import tensor_parallel as ours
@@ -98,6 +101,50 @@ class AsFound(ours.MultiQueryAttention):
         k, v = (part.unsqueeze(1).expand_as(q) for part in self.key_value(x).chunk(2, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.project(y.transpose(1, 2).flatten(2))
+
+
+WIDTHS = [64, 128, 256, 512]
+
+
+def overheads(
+    parallelize: Callable, num_tokens: int = 256, repeat: int = 7
+) -> tuple[float, list[tuple[float, float]]]:
+    """On a rank of two: a wire's speed, and by width FLOP/s and seconds of waiting a second of computing.
+
+    The wire is one for which the widest blocks should wait a quarter of the time that they compute. Computing
+    is counted in processor time, so that other programs do not count.
+    """
+    group, wire, found = dist.group.WORLD, None, []
+    for width in reversed(WIDTHS):
+        torch.manual_seed(0)
+        config = GPTConfig(block_size=num_tokens, vocab_size=64, n_layer=2, n_head=4, n_embd=width)
+        blocks = parallelize(GPT(config), group).transformer.h
+        x = torch.randn(1, num_tokens, width)
+        alone = statistics.median(_blocks(blocks, x, None)[0] for _ in range(repeat))
+        if wire is None:
+            seconds = torch.tensor(alone)
+            dist.all_reduce(seconds)
+            sent = len(blocks) * 4 * x.nbytes  # a ring of two sends each tensor once
+            wire = sent / (0.25 * seconds.item() / group.size())
+        rounds = [_blocks(blocks, x, wire) for _ in range(repeat)]
+        computed, waited = (statistics.median(each) for each in zip(*rounds, strict=True))
+        flops = len(blocks) * 72 * width**2 * num_tokens / group.size()
+        found.append((flops / computed, waited / computed))
+    return wire, found[::-1]
+
+
+def _blocks(blocks: nn.ModuleList, x: Tensor, bytes_per_second: float | None) -> tuple[float, float]:
+    """Forward and backward of all blocks: seconds of the processor, and seconds of waiting for the wire."""
+    x = x.clone().requires_grad_()
+    dist.barrier()
+    with Tap(bytes_per_second) as tap:
+        begin = time.process_time()
+        y = x
+        for block in blocks:
+            y = block(y)
+        y.sum().backward()
+        computed = time.process_time() - begin
+    return computed, sum(max(0.0, sent["end"] - sent["waited"]) for sent in tap.log)
 
 
 def copies(attention: Any, num_steps: int = 20) -> list[tuple[Tensor, Tensor]]:

@@ -83,8 +83,8 @@ def _draw_matrix(
     axes.text(left + width / 2, low - 0.12, title, ha="center", va="top", fontsize=9)
 
 
-def draw_tax() -> None:
-    """Communication over compute, by the width of the model."""
+def draw_tax(overhead: Any) -> None:
+    """Communication over compute, by the width of the model, as the learner's function has it."""
     widths = [512 * 2 ** (k / 2) for k in range(12)]
     _, axes = figure(figsize=(8.5, 3.2))
     for told, speed, color in (
@@ -92,7 +92,7 @@ def draw_tax() -> None:
         ("NVLink, 450 GB/s", answers.NVLINK, BLUE),
     ):
         for n, line in ((8, "-"), (2, ":")):
-            percent = [100 * answers.tax(h, n, speed) for h in widths]
+            percent = [100 * overhead(h, n, answers.FLOPS, speed) for h in widths]
             axes.loglog(widths, percent, line, color=color, label=f"{told}, {n} ranks")
     guessed = [
         (answers.GPT_2, answers.NVLINK),
@@ -101,7 +101,7 @@ def draw_tax() -> None:
     ]
     for h, speed in guessed:
         axes.plot(h, 100 * answers.tax(h, 8, speed), "o", color=BLUE if speed == answers.NVLINK else ORANGE)
-    axes.plot([], [], "o", color="grey", label="your guesses, answered")
+    axes.plot([], [], "o", color="grey", label="the widths that you guessed")
     axes.axhline(100, color="black", linewidth=0.8)
     axes.text(widths[0], 110, "sends as long as it computes", fontsize=9)
     marked = list(TRAINED.items())[:3]
@@ -112,6 +112,17 @@ def draw_tax() -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     plt.tight_layout()
     plt.show()
+
+
+def show_overheads(parallelize: Any, overhead: Any) -> None:
+    """Blocks of several widths on two ranks: how long they wait for an imitated wire, over computing."""
+    wire, found = run_ranks(measures.overheads, parallelize, ranks=2)[0]
+    widest = found[-1][0]
+    print(f"a rank computes {widest / 1e9:.1f} GFLOP/s in the widest blocks, and sends {wire / 1e6:.0f} MB/s")
+    print("width   predicted   with its own FLOP/s   measured")
+    for width, (own, seen) in zip(measures.WIDTHS, found, strict=True):
+        told = [overhead(width, 2, each, wire, 4) for each in (widest, own)]
+        print(f"{width:5} {told[0]:10.0%} {told[1]:20.0%} {seen:12.0%}")
 
 
 def draw_twins() -> None:

@@ -75,9 +75,10 @@ class Tap:
             dist.distributed_c10d.isend = function
 
     def _send(self, name: str, *arguments: Any, async_op: bool = False, **options: Any) -> Any:
-        num_bytes, start = max(map(_bytes_of, (*arguments, *options.values()))), time.perf_counter()
+        num_bytes = max(map(_bytes_of, (*arguments, *options.values())))
         always = {} if name == "isend" else {"async_op": True}
         work = self._originals[name](*arguments, **options, **always)
+        start = time.perf_counter()
         arrival, speed = 0.0, self._speed(name, arguments, options)
         if speed:
             n = dist.get_world_size(options.get("group"))

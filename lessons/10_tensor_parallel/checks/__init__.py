@@ -10,5 +10,6 @@ from . import attention  # noqa: F401
 from . import embedding  # noqa: F401
 from . import entropy  # noqa: F401
 from . import model  # noqa: F401
+from . import overhead  # noqa: F401
 from . import bug  # noqa: F401
 from . import workshop  # noqa: F401
