@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lessons.data_parallel.answers import MACHINES
+from lessons.tensor_parallel.answers import drop
 from nanogpt.model import GPTConfig
 from solutions.context_parallel import smallest_hidden_part
 from solutions.data_parallel import smallest_hidden_share
@@ -21,6 +22,7 @@ from solutions.flops_and_memory import (
     textbook_activation_bytes,
     training_flops,
 )
+from solutions.tensor_parallel import tensor_parallel_overhead
 
 FIGURES: dict[str, dict[str, Any]] = {
     figure["id"]: figure
@@ -131,6 +133,7 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
     r"scalingbook_dp_tokens_.*": lambda inputs: smallest_hidden_share(
         124_337_664, inputs["TF"] * 1e12, inputs["GBps"] * 1e9
     ),
+    r"playbook_tp_drop_.*": lambda inputs: drop(tensor_parallel_overhead, inputs["ranks"]),
     r"ring_t2_.*_block": lambda inputs: smallest_hidden_part(
         32, 32, inputs["TF"] * 1e12, inputs["GBps"] * 1e9
     ),
