@@ -20,12 +20,13 @@ BADGE = re.compile(r"\[!\[Open in Colab\]\([^)]*\)\]\(([^)]*)\)")
 
 DOCUMENTS = {
     "using.md": "docs/using.md",
+    "when_it_pays.md": "docs/when_it_pays.md",
     "instructors.md": "docs/instructors.md",
     "contributing.md": "CONTRIBUTING.md",
 }
 """Pages that the repository has as well."""
 
-PICTURES = ("docs/wrong_answer.svg", "infra/memory_table/memory_table.png")
+PICTURES = ("docs/wrong_answer.svg", "docs/when_it_pays.png", "infra/memory_table/memory_table.png")
 
 INTERNAL = {"__main__", "implementation"}
 """Modules that nobody imports by hand."""
@@ -115,7 +116,11 @@ def contents(lessons: list[Lesson]) -> str:
     """The tables of contents, which the sidebar shows."""
     pages = "\n".join(f"lessons/{lesson.slug}" for lesson in lessons)
     reference = "\n".join(f"reference/{package}" for package in PACKAGES)
-    blocks = (("Lessons", pages), ("Using it", "using\ninstructors\ncontributing"), ("Reference", reference))
+    blocks = (
+        ("Lessons", pages),
+        ("Using it", "using\nwhen_it_pays\ninstructors\ncontributing"),
+        ("Reference", reference),
+    )
     return "".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n" for caption, entries in blocks
     )
