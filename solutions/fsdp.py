@@ -517,6 +517,58 @@ def fully_shard_gpt(model: GPT, mesh: DeviceMesh) -> GPT:
     # end of answer
 
 
+# answer: a mean across machines
+def average_across(across: ProcessGroup, parameters: list[nn.Parameter]) -> None:
+    """The mean of shards' gradients over ranks that hold the same shards, in all-reduces of many at once."""
+    for bucket in fill_buckets([p for p in parameters if p.grad is not None], BUCKET_BYTES):
+        gradients = [p.grad for p in bucket]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=across)
+        means = (flat / across.size()).split([gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def average_when_backward_ends(across: ProcessGroup, sharded: nn.Module, args: Any, outputs: Any) -> None:
+    """A forward hook. FullySharded has put a hook on the logits before, so its work is queued before this."""
+    average = partial(average_across, across, list(sharded.parameters()))
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    if outputs[0].requires_grad:
+        outputs[0].register_hook(lambda gradient: queue(average))
+
+
+# end of answer
+
+
+def hybrid_shard(model: GPT, mesh: DeviceMesh) -> nn.Module:
+    """Hybrid sharding (HSDP): ZeRO-3 inside each machine, data parallelism across machines.
+
+    The `mesh` is as PyTorch's `fully_shard` takes it: ranks along its second dimension are one machine, and
+    cut the weights among themselves; ranks along its first dimension hold the same shards. The module that is
+    returned works as your FullySharded does, with `parameters()` and `full_state_dict()`. All ranks start
+    with the weights of the mesh's first rank. After `loss.backward()` the mean gradients over all ranks of
+    the mesh are in the shards' `.grad`, added to what was there, and nothing else has to be called. In a step
+    weights and whole gradients travel inside machines alone; across machines each backward sends what one
+    all-reduce of the shards' gradients does. A rank keeps nothing besides its shards, their gradients, and
+    the optimizer's state of both.
+
+    Raises:
+        ValueError: the mesh has not two dimensions.
+
+    Source: arXiv:2304.11277, section 3.2.2.
+    """
+    # answer
+    if mesh.ndim != 2:
+        raise ValueError(f"the mesh has two dimensions, machines and their ranks; this one has {mesh.ndim}")
+    across, inside = mesh.get_group(0), mesh.get_group(1)
+    sharded = FullySharded(model, inside)
+    for shard in sharded.parameters():
+        dist.broadcast(shard.detach(), group=across, group_src=0)
+    sharded.register_forward_hook(partial(average_when_backward_ends, across))
+    return sharded
+    # end of answer
+
+
 def clipped_step(
     module: nn.Module,
     optimizer: Optimizer,

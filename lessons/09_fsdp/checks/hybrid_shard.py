@@ -1,0 +1,300 @@
+"""Checks of `hybrid_shard`: what it computes on machines of several shapes. What travels is in hybrid_wire.py."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from grader.checks import Trial, check, exercise
+
+from .fully_sharded import full, plain, run
+from .models import build, draw, local, odd_gpt, seeds, weights
+from .training import PASSES, Batches, Rule, mean, train, whole_batch
+
+exercise(
+    "hybrid_shard",
+    world_sizes=(4, 2),
+    uses=("FullySharded",),
+    hints=(
+        "mesh.get_group(1) is the group of this rank's machine, and mesh.get_group(0) the group of those that "
+        "hold the same shards. Your FullySharded works in one of them. What is left to do in the other?",
+        "FullySharded starts with the weights of its own group's rank 0. The machines still have to agree: a "
+        "broadcast of the shards is enough.",
+        "The shards' gradients are complete when backward is over, so average them across machines in a "
+        "function that queue_callback calls. What is queued first is called first, and FullySharded queues "
+        "something as well.",
+        "The caller calls nothing but loss.backward(): queue your function from a hook on the logits, and put "
+        "that hook there in a forward hook of the module (module.register_forward_hook).",
+    ),
+)
+
+Machines = list[list[int]]
+"""World ranks, a row for each machine."""
+
+NAMES = ("replicate", "shard")
+
+
+def arrangements(trial: Trial) -> list[Machines]:
+    """Ranks as machines: neighbours in one, or every other rank; machines of one rank; one machine."""
+    if trial.num_ranks == 4:
+        return [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]]
+    return [[[0, 1]], [[0], [1]]]
+
+
+def told(machines: Machines) -> str:
+    rows = [f"({', '.join(map(str, row))})" for row in machines]
+    return f"{'machines' if len(rows) > 1 else 'one machine'} of ranks {' and '.join(rows)}"
+
+
+def hybrid(rank: Any, model: Any, machines: Machines) -> Any:
+    """On a rank: a model in what the learner's function makes of it."""
+    mesh = DeviceMesh(rank.device.type, machines, mesh_dim_names=NAMES)
+    return rank.submission.hybrid_shard(model.to(rank.device), mesh)
+
+
+# --- training ---
+
+
+def train_on_machines(rank: Any, kind: str, seed: int, arranged: list[Machines], batches: Batches) -> list:
+    """Begins with this rank's own weights; those of the mesh's first rank must win."""
+    found = []
+    for machines in arranged:
+        sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
+        start = full(sharded)
+        sharded.eval()
+        with torch.no_grad():
+            logits, loss = (each.clone() for each in sharded(*batches[0]))
+        sharded.train()
+        train(sharded, batches, kind, plain)
+        count = sum(local(parameter).numel() for parameter in sharded.parameters())
+        found.append(
+            {"start": start, "logits": logits, "loss": loss, "end": full(sharded), "shards": count}
+        )
+    return found
+
+
+def observe(trial: Trial, kind: str) -> SimpleNamespace:
+    numbers, by_rank, arranged = seeds(trial), draw(trial, sum(PASSES)), arrangements(trial)
+    results = run(
+        trial,
+        train_on_machines,
+        kind,
+        per_rank=[
+            (number, arranged, batches) for number, batches in zip(numbers, by_rank, strict=True)
+        ],
+    )
+    on_machines = [
+        SimpleNamespace(machines=machines, results=[result[k] for result in results])
+        for k, machines in enumerate(arranged)
+    ]
+    starts = [build(odd_gpt, number, torch.float64) for number in numbers]
+    return SimpleNamespace(on_machines=on_machines, seed=numbers[0], by_rank=by_rank, starts=starts)
+
+
+def observe_sgd(trial: Trial) -> SimpleNamespace:
+    return observe(trial, "SGD")
+
+
+def observe_adamw(trial: Trial) -> SimpleNamespace:
+    return observe(trial, "AdamW")
+
+
+@check("hybrid_shard")
+def weights_are_the_first_ranks(trial: Trial) -> None:
+    """On every machine full_state_dict() gives the weights that the mesh's first rank started with."""
+    seen = trial.once(observe_sgd)
+    starts = [model.state_dict() for model in seen.starts]
+    for each in seen.on_machines:
+        machine = {r: row for row in each.machines for r in row}
+        for name, expected in starts[0].items():
+            for r, result in enumerate(each.results):
+                trial.require(
+                    name in result["start"],
+                    f"full_state_dict() has no {name}",
+                    help="Return a module that has the full_state_dict() of your FullySharded.",
+                    rank=r,
+                )
+            trial.close(
+                f"{name} in full_state_dict() ({told(each.machines)})",
+                [result["start"][name] for result in each.results],
+                expected,
+                alternatives={
+                    "each machine has the weights of its own first rank: nobody told it the others'": [
+                        starts[machine[r][0]][name] for r in range(trial.num_ranks)
+                    ],
+                    "each rank still has what it started with": [start[name] for start in starts],
+                },
+                help="FullySharded takes those of its own group's rank 0: hand the shards across as well.",
+            )
+
+
+@check("hybrid_shard")
+def outputs_are_the_dense_models(trial: Trial) -> None:
+    """In evaluation, under no_grad, logits and loss are the dense GPT's."""
+    seen = trial.once(observe_sgd)
+    with torch.no_grad():
+        outputs = [seen.starts[0](*batches[0]) for batches in seen.by_rank]
+    for each in seen.on_machines:
+        for i, what in enumerate(("logits", "loss")):
+            trial.close(
+                f"{what} ({told(each.machines)})",
+                [result[what] for result in each.results],
+                [output[i] for output in outputs],
+                help="Return what your FullySharded returns. Without gradients there is nothing to hook on.",
+            )
+
+
+# --- what wrong gradients lead to ---
+
+
+def rules(machines: Machines) -> dict[str, list[Callable[[], Rule]]]:
+    """Wrong rules for the gradients of all ranks, by the sentence that tells them; one a rank, or for all."""
+    ranks = sorted(r for row in machines for r in row)
+    row_of = {r: row for row in machines for r in row}
+    inside = [partial(of, row_of[r]) for r in ranks]
+    m, n = len(machines), len(machines[0])
+    times = {
+        "it was trained on the sum over the machines, not their mean: divide by how many there are": m,
+        f"the sum over the {m} machines was divided by the {n} ranks of one": m / n,
+    }
+    again = ", and the first pass's mean once more in the second"
+    known: dict[str, list[Callable[[], Rule]]] = {
+        "each machine was trained on the mean of its own ranks: nothing was averaged across machines": [
+            partial(Rule, combine) for combine in inside
+        ],
+        "gradients were averaged across machines before backward had made them: an earlier pass's were": [
+            partial(late, combine) for combine in inside
+        ],
+        "each rank was trained on its own gradient: nothing was reduced": [
+            partial(Rule, partial(of, [r])) for r in ranks
+        ],
+    }
+    for sentence, factor in times.items():
+        known[sentence] = [partial(Rule, partial(scaled, factor))]
+        known[sentence + again] = [partial(Rule, partial(scaled, factor), first_counts=factor)]
+    return known
+
+
+def of(ranks: list[int], losses: list[Tensor]) -> Tensor:
+    return mean([losses[r] for r in ranks])
+
+
+def scaled(factor: float, losses: list[Tensor]) -> Tensor:
+    return factor * mean(losses)
+
+
+def late(combine: Callable[[list[Tensor]], Tensor]) -> Rule:
+    """Right for what a pass finds there already, which is the first one's of two; the rest is a machine's own."""
+    turns = iter([mean])
+    return Rule(lambda losses: next(turns, combine)(losses))
+
+
+def require_end(trial: Trial, seen: SimpleNamespace, kind: str, help: str) -> None:
+    """The weights at the end are those of one process with the batches of all ranks."""
+    right = whole_batch(odd_gpt, seen.seed, seen.by_rank, kind, Rule())
+    start = weights(seen.starts[0])
+    for each in seen.on_machines:
+
+        def ends(machines: Machines) -> dict[str, list[dict]]:
+            """The weights that known slips end at, computed only where something is wrong."""
+            return {
+                sentence: [whole_batch(odd_gpt, seen.seed, seen.by_rank, kind, rule()) for rule in by_rank]
+                for sentence, by_rank in rules(machines).items()
+            }
+
+        known: dict[str, list[dict]] = {}
+        for name, expected in right.items():
+
+            def alternatives(name: str = name, machines: Machines = each.machines) -> dict[str, Any]:
+                known.update({} if known or kind != "SGD" else ends(machines))
+                n = trial.num_ranks
+                found: dict[str, Any] = {
+                    sentence: [end[name] for end in (by_rank if len(by_rank) > 1 else by_rank * n)]
+                    for sentence, by_rank in known.items()
+                }
+                return {**found, "it is still what it was before training": start[name]}
+
+            trial.close(
+                f"{name} after {len(PASSES)} steps of {kind} ({told(each.machines)})",
+                [result["end"][name] for result in each.results],
+                expected,
+                alternatives=alternatives,
+                help=help,
+            )
+
+
+@check("hybrid_shard")
+def sgd_trains_as_one_process_does(trial: Trial) -> None:
+    """Two steps of SGD, the first of two backward passes, end at the weights of one process with all rows."""
+    require_end(
+        trial,
+        trial.once(observe_sgd),
+        "SGD",
+        "When backward is over, average the shards' .grad across machines: divide by how many these are.",
+    )
+
+
+@check("hybrid_shard")
+def adamw_trains_as_one_process_does(trial: Trial) -> None:
+    """Two steps of AdamW do too: frozen weights, a tied table, sizes that do not divide."""
+    require_end(trial, trial.once(observe_adamw), "AdamW", "A frozen shard has no gradient: leave it None.")
+
+
+@check("hybrid_shard")
+def machines_cut_among_their_ranks(trial: Trial) -> None:
+    """parameters() are shards over the ranks of one machine: every machine has the whole weights."""
+    seen = trial.once(observe_sgd)
+    sizes = [p.numel() for p in seen.starts[0].parameters()]
+    total, largest = sum(sizes), max(sizes)
+    for each in seen.on_machines:
+        m, n = len(each.machines), len(each.machines[0])
+        for r, result in enumerate(each.results):
+            count, slack = result["shards"], largest + n * len(sizes)
+            cause = ""
+            if count <= total / (n * m) + slack // 2 and m > 1:
+                cause = "they are cut over all ranks, and so no machine has the whole weights"
+            elif count >= total:
+                cause = "they are the whole weights"
+            elif m > 1:
+                cause = f"they are cut over the {m} machines"
+            trial.require(
+                total / n - slack <= count <= total / n + slack,
+                f"parameters() have {count} numbers on it ({told(each.machines)}), and a share of the "
+                f"{total} over the {n} rank{'s' * (n > 1)} of a machine is {total / n:.0f}",
+                help="Shard in the group of the mesh's second dimension, mesh.get_group(1).",
+                rank=r,
+                cause=cause,
+            )
+
+
+# --- what is no such mesh ---
+
+
+def refuse(rank: Any, seed: int, machines: list[list[int]]) -> str:
+    ranks = [r for row in machines for r in row]
+    for mesh in (
+        DeviceMesh(rank.device.type, ranks, mesh_dim_names=("shard",)),
+        DeviceMesh(rank.device.type, [machines], mesh_dim_names=("cluster", *NAMES)),
+    ):
+        try:
+            rank.submission.hybrid_shard(build(odd_gpt, seed).to(rank.device), mesh)
+        except ValueError:
+            continue
+        return f"{mesh.ndim} dimension{'s' * (mesh.ndim > 1)}"
+    return ""
+
+
+@check("hybrid_shard", world_sizes=(2,))
+def another_mesh_is_refused(trial: Trial) -> None:
+    """A mesh of one or of three dimensions is a ValueError."""
+    for r, accepted in enumerate(run(trial, refuse, trial.seed(), [[0], [1]])):
+        trial.require(
+            not accepted,
+            f"a mesh of {accepted} was taken without a ValueError",
+            help="Look at mesh.ndim before anything is cut.",
+            rank=r,
+        )

@@ -1,0 +1,172 @@
+"""Checks of `hybrid_shard`: what travels inside a machine and across, and what a rank keeps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD
+
+from grader.checks import Event, Recording, Trial, check
+
+from .fully_sharded import run
+from .hybrid_shard import Machines, hybrid, told
+from .models import DEEP, build, bytes_of, deep_gpt, local, settle
+from .wire import SMALL, padded_bytes
+
+SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""How often a rank of n sends (n-1)/n of the tensor in PyTorch's collectives."""
+
+
+def measure(rank: Any, seed: int, arranged: list[Machines], batch: tuple[Tensor, Tensor]) -> list[dict]:
+    """A step on each arrangement of machines, the second since it was built."""
+    found = []
+    for machines in arranged:
+        with rank.record(memory=True) as recording:
+            sharded = hybrid(rank, build(deep_gpt, seed), machines)
+            optimizer = SGD(sharded.parameters(), lr=0.1)
+            sharded(*batch)[1].backward()
+            optimizer.zero_grad()
+            settle()
+            recording.mark("step")
+            sharded(*batch)[1].backward()
+            settle()
+            recording.mark("over")
+        gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
+        found.append(
+            {"recording": recording, "gradients": sum(g.numel() * g.element_size() for g in gradients)}
+        )
+    return found
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    batch = (trial.tokens(DEEP.vocab_size, 1, 2), trial.tokens(DEEP.vocab_size, 1, 2))
+    arranged = {4: [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], 2: [[[0, 1]], [[0], [1]]]}[trial.num_ranks]
+    results = run(trial, measure, trial.seed(), arranged, batch)
+    model = build(deep_gpt, 0)
+    block = bytes_of(model.transformer.h[0])
+    return SimpleNamespace(
+        on_machines=[
+            SimpleNamespace(machines=machines, results=[result[k] for result in results])
+            for k, machines in enumerate(arranged)
+        ],
+        model=model,
+        size=bytes_of(model),
+        block=block,
+        outside=bytes_of(model) - DEEP.n_layer * block,
+        largest=max(p.numel() * p.element_size() for p in model.parameters()),
+    )
+
+
+def groups_of(machines: Machines, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """World ranks of this rank's machine, and of those that hold the same shards."""
+    row = next(row for row in machines if rank in row)
+    return tuple(row), tuple(other[row.index(rank)] for other in machines)
+
+
+def sent_bytes(event: Event) -> float:
+    """What a rank sends in one event."""
+    n = len(event.group)
+    if event.kind in ("recv", "barrier") or n == 1:
+        return 0
+    return event.num_bytes * (SHARES[event.kind] * (n - 1) / n if event.kind in SHARES else 1)
+
+
+def sent(recording: Recording, group: tuple[int, ...], kinds: tuple[str, ...] = ()) -> float:
+    """Bytes that a rank sends in a step in one group; of some kinds, or of all."""
+    events = [event for event in recording.select(after="step") if event.group == group]
+    return sum(sent_bytes(event) for event in events if not kinds or event.kind in kinds)
+
+
+@check("hybrid_shard")
+def two_groups_talk(trial: Trial) -> None:
+    """In a step every collective is in the group of a machine, or of the ranks that hold the same shards."""
+    for each in trial.once(observe).on_machines:
+        for r, result in enumerate(each.results):
+            for event in result["recording"].select(after="step"):
+                others = ", ".join(map(str, event.group))
+                trial.require(
+                    event.group in groups_of(each.machines, r) or event.num_bytes <= SMALL,
+                    f"it calls {event.describe()} in the group of ranks {others} ({told(each.machines)})",
+                    help="The mesh has both groups: mesh.get_group(0) and mesh.get_group(1). A call without "
+                    "group= is in the group of all.",
+                    rank=r,
+                )
+
+
+@check("hybrid_shard")
+def only_the_shards_gradients_cross(trial: Trial) -> None:
+    """Across m machines a step sends 2(m-1)/m · S/n bytes: one all-reduce of the shards' gradients."""
+    seen = trial.once(observe)
+    for each in seen.on_machines:
+        m, n = len(each.machines), len(each.machines[0])
+        share = padded_bytes(seen.model, n) / n
+        for r, result in enumerate(each.results):
+            inside, across = groups_of(each.machines, r)
+            if inside == across or m == 1:
+                continue
+            crossing = sent(result["recording"], across)
+            gathered = sent(result["recording"], across, ("all_gather",))
+            allowed = 2 * (m - 1) / m * share
+            cause = ""
+            if gathered > 0.9 * (m - 1) / m * seen.size and n > 1:
+                cause = "weights are gathered across machines: the mesh's second dimension is the machine"
+            elif crossing > 1.5 * allowed and n > 1:
+                cause = "whole gradients cross, not this rank's shards of them"
+            elif crossing > 1.5 * allowed:
+                cause = "gradients cross more than once"
+            trial.require(
+                crossing <= allowed + SMALL,
+                f"it sends {crossing:,.0f} bytes across machines in a step ({told(each.machines)}), where "
+                f"an all-reduce of its shards' gradients sends {2 * (m - 1) / m * seen.size / n:,.0f}",
+                help="Reduce-scatter inside the machine first: what is left on a rank is S/n.",
+                rank=r,
+                cause=cause,
+            )
+
+
+@check("hybrid_shard")
+def weights_are_gathered_inside(trial: Trial) -> None:
+    """Inside a machine of n ranks a step sends what ZeRO-3 does: 3(n-1)/n · S bytes, and no more."""
+    seen = trial.once(observe)
+    for each in seen.on_machines:
+        n = len(each.machines[0])
+        if n == 1:
+            continue
+        for r, result in enumerate(each.results):
+            inside, _ = groups_of(each.machines, r)
+            home, whole = sent(result["recording"], inside), (n - 1) / n * seen.size
+            most = (n - 1) / n * (3 * padded_bytes(seen.model, n) + 2 * seen.outside + seen.block)
+            trial.require(
+                2.9 * (n - 1) / n * DEEP.n_layer * seen.block - SMALL <= home <= most + SMALL,
+                f"it sends {home:,.0f} bytes inside its machine in a step ({told(each.machines)}), and to "
+                f"gather all weights twice and reduce-scatter their gradients takes {3 * whole:,.0f}",
+                help="Your FullySharded does it, in the group of the machine.",
+                rank=r,
+                cause="nothing is gathered inside the machine" if home < SMALL else "",
+            )
+
+
+@check("hybrid_shard")
+def a_rank_keeps_its_shards(trial: Trial) -> None:
+    """After backward a rank of a machine of n has 1/n of the weights, and 1/n of the gradients."""
+    seen = trial.once(observe)
+    for each in seen.on_machines:
+        n = len(each.machines[0])
+        share = padded_bytes(seen.model, n) // n + seen.largest
+        for r, result in enumerate(each.results):
+            trial.require(
+                result["gradients"] <= share,
+                f"the .grad of parameters() are {result['gradients']:,} bytes ({told(each.machines)}), and "
+                f"1/{n} of the gradients is {seen.size // n:,}",
+                help="A shard's .grad has the shard's size.",
+                rank=r,
+            )
+            alive = result["recording"].alive("over")
+            trial.require(
+                alive <= 2 * share + 2 * seen.outside + seen.block + SMALL,
+                f"after backward {alive:,} bytes are alive on it ({told(each.machines)}); its shards and "
+                f"their gradients are {2 * seen.size // n:,}",
+                help="Let go of the given model, of copies of it, and of what was sent.",
+                rank=r,
+                cause="something as large as all the weights is kept" if alive >= seen.size * 1.5 else "",
+            )
