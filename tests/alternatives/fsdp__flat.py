@@ -267,3 +267,46 @@ def clipped_step(module, optimizer, inputs, targets, max_norm, group):
                 p.grad = p.grad * (max_norm / norm.item())
     optimizer.step()
     return norm
+
+
+class Replicated(nn.Module):
+    """Around FullySharded: remembers what earlier passes left, and averages what this one has added."""
+
+    def __init__(self, model, mesh):
+        super().__init__()
+        if mesh.ndim != 2:
+            raise ValueError("a mesh of two dimensions")
+        self.across = mesh.get_group("replicate")
+        self.sharded = FullySharded(model, mesh.get_group("shard"))
+        with torch.no_grad():
+            for p in self.sharded.parameters():
+                dist.broadcast(p, group=self.across, group_src=0)
+        self.full_state_dict = self.sharded.full_state_dict
+
+    def forward(self, idx, targets=None):
+        logits, loss = self.sharded(idx, targets)
+        (logits if loss is None else loss).requires_grad and logits.register_hook(self.begin)
+        return logits, loss
+
+    def begin(self, gradient):
+        self.before = {p: p.grad for p in self.parameters()}
+        for p in self.parameters():
+            p.grad = None
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    @torch.no_grad()
+    def end(self):
+        n = self.across.size()
+        for p, before in self.before.items():
+            if p.grad is not None:
+                own = F.pad(p.grad.flatten(), (0, -p.grad.numel() % n))
+                mean = torch.empty_like(own[: own.numel() // n])
+                dist.reduce_scatter(mean, list(own.chunk(n)) if n > 1 else [own], group=self.across)
+                rows = [torch.empty_like(mean) for _ in range(n)]
+                dist.all_gather(rows, mean / n, group=self.across)
+                p.grad = torch.cat(rows)[: p.numel()].view_as(p)
+                p.grad += 0 if before is None else before
+
+
+def hybrid_shard(model, mesh):
+    return Replicated(model, mesh)

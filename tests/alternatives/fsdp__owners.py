@@ -254,3 +254,24 @@ def clipped_step(module, optimizer, inputs, targets, max_norm, group):
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
     optimizer.step()
     return norm
+
+
+def hybrid_shard(model, mesh):
+    """Here autograd itself makes the shards' gradients, so a hook on each shard is called for them."""
+    if mesh.ndim != 2:
+        raise ValueError(mesh)
+    across = mesh.get_group(0)
+    for p in model.parameters():
+        dist.broadcast(p.detach(), group=across, group_src=0)
+    sharded = FullySharded(model, mesh.get_group(1))
+
+    def average(shard):
+        """What earlier passes left is a mean already: it is the same everywhere, and stays what it is."""
+        mean = shard.grad / across.size()
+        dist.all_reduce(mean, group=across)
+        shard.grad.copy_(mean)
+
+    for shard in sharded.parameters():
+        if shard.requires_grad:
+            shard.register_post_accumulate_grad_hook(average)
+    return sharded

@@ -64,3 +64,17 @@ class FullySharded(nn.Module):
 
     def full_state_dict(self):
         return {n: p.full_tensor() for n, p in self.gpt.state_dict().items()}
+
+
+def hybrid_shard(model, mesh):
+    """PyTorch's own, on the mesh as it is: it starts with each rank's own weights."""
+    if mesh.ndim != 2:
+        raise ValueError("machines x ranks")
+    for p in model.parameters():
+        for dim in (0, 1):
+            dist.broadcast(p.detach(), group=mesh.get_group(dim), group_src=0)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.full_state_dict = lambda: {n: p.full_tensor() for n, p in model.state_dict().items()}
+    return model

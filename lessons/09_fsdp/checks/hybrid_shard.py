@@ -1,7 +1,7 @@
-"""Checks of `hybrid_shard`: what it computes on machines of several shapes. What travels is in hybrid_wire.py."""
+"""Checks of `hybrid_shard`: what it computes, on several meshes. What travels is in hybrid_wire.py."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from grader.checks import Trial, check, exercise
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise
 
-from .fully_sharded import full, plain, run
+from . import fully_sharded
+from .fully_sharded import full, plain
 from .models import build, draw, local, odd_gpt, seeds, weights
 from .training import PASSES, Batches, Rule, mean, train, whole_batch
 
@@ -20,15 +21,15 @@ exercise(
     world_sizes=(4, 2),
     uses=("FullySharded",),
     hints=(
-        "mesh.get_group(1) is the group of this rank's machine, and mesh.get_group(0) the group of those that "
-        "hold the same shards. Your FullySharded works in one of them. What is left to do in the other?",
+        "mesh.get_group(1) is the group of this rank's machine, and mesh.get_group(0) that of the ranks with "
+        "the same shards. Your FullySharded works in one of them. What is left to do in the other?",
         "FullySharded starts with the weights of its own group's rank 0. The machines still have to agree: a "
         "broadcast of the shards is enough.",
         "The shards' gradients are complete when backward is over, so average them across machines in a "
         "function that queue_callback calls. What is queued first is called first, and FullySharded queues "
         "something as well.",
-        "The caller calls nothing but loss.backward(): queue your function from a hook on the logits, and put "
-        "that hook there in a forward hook of the module (module.register_forward_hook).",
+        "The caller calls nothing but loss.backward(): queue your function from a hook on the logits, and "
+        "put that hook there in a forward hook of the module (module.register_forward_hook).",
     ),
 )
 
@@ -37,12 +38,34 @@ Machines = list[list[int]]
 
 NAMES = ("replicate", "shard")
 
+LITTLE = 64
+"""Bytes of a flag, a length or a loss."""
+
 
 def arrangements(trial: Trial) -> list[Machines]:
     """Ranks as machines: neighbours in one, or every other rank; machines of one rank; one machine."""
     if trial.num_ranks == 4:
         return [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]]
     return [[[0, 1]], [[0], [1]]]
+
+
+def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list:
+    """Runs a function on the ranks; a crash over a hook or over a rank of the world is told as that."""
+    try:
+        return fully_sharded.run(trial, function, *args, **kwargs)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
+            end.cause = "in evaluation the logits need no gradient, and take no hook"
+            end.help = "Ask for requires_grad before you hook on."
+        elif end.verdict == Verdict.CRASHED and "is not part of group" in end.message:
+            end.cause = "src and dst are ranks of the world; group_src and group_dst count in the group"
+        raise
+
+
+def groups_of(machines: Machines, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """World ranks of this rank's machine, and of those that hold the same shards."""
+    row = next(row for row in machines if rank in row)
+    return tuple(row), tuple(other[row.index(rank)] for other in machines)
 
 
 def told(machines: Machines) -> str:
@@ -64,16 +87,14 @@ def train_on_machines(rank: Any, kind: str, seed: int, arranged: list[Machines],
     found = []
     for machines in arranged:
         sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
-        start = full(sharded)
+        result = {"start": full(sharded), "shards": sum(local(p).numel() for p in sharded.parameters())}
         sharded.eval()
         with torch.no_grad():
-            logits, loss = (each.clone() for each in sharded(*batches[0]))
-        sharded.train()
-        train(sharded, batches, kind, plain)
-        count = sum(local(parameter).numel() for parameter in sharded.parameters())
-        found.append(
-            {"start": start, "logits": logits, "loss": loss, "end": full(sharded), "shards": count}
-        )
+            result["logits"], result["loss"] = (each.clone() for each in sharded(*batches[0]))
+        sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
+        with rank.record() as recording:
+            train(sharded, batches, kind, plain)
+        found.append({**result, "recording": recording, "end": full(sharded)})
     return found
 
 
@@ -83,9 +104,7 @@ def observe(trial: Trial, kind: str) -> SimpleNamespace:
         trial,
         train_on_machines,
         kind,
-        per_rank=[
-            (number, arranged, batches) for number, batches in zip(numbers, by_rank, strict=True)
-        ],
+        per_rank=[(number, arranged, batches) for number, batches in zip(numbers, by_rank, strict=True)],
     )
     on_machines = [
         SimpleNamespace(machines=machines, results=[result[k] for result in results])
@@ -153,16 +172,11 @@ def outputs_are_the_dense_models(trial: Trial) -> None:
 
 def rules(machines: Machines) -> dict[str, list[Callable[[], Rule]]]:
     """Wrong rules for the gradients of all ranks, by the sentence that tells them; one a rank, or for all."""
-    ranks = sorted(r for row in machines for r in row)
-    row_of = {r: row for row in machines for r in row}
-    inside = [partial(of, row_of[r]) for r in ranks]
-    m, n = len(machines), len(machines[0])
-    times = {
-        "it was trained on the sum over the machines, not their mean: divide by how many there are": m,
-        f"the sum over the {m} machines was divided by the {n} ranks of one": m / n,
-    }
-    again = ", and the first pass's mean once more in the second"
-    known: dict[str, list[Callable[[], Rule]]] = {
+    ranks, m = sorted(r for row in machines for r in row), len(machines)
+    inside = [partial(of, groups_of(machines, r)[0]) for r in ranks]
+    total = partial(scaled, m)
+    told = "it was trained on the sum over the machines: divide by how many there are"
+    return {
         "each machine was trained on the mean of its own ranks: nothing was averaged across machines": [
             partial(Rule, combine) for combine in inside
         ],
@@ -170,16 +184,14 @@ def rules(machines: Machines) -> dict[str, list[Callable[[], Rule]]]:
             partial(late, combine) for combine in inside
         ],
         "each rank was trained on its own gradient: nothing was reduced": [
-            partial(Rule, partial(of, [r])) for r in ranks
+            partial(Rule, partial(of, (r,))) for r in ranks
         ],
+        told: [partial(Rule, total)],
+        f"{told}. What the first pass left was summed once more": [partial(Rule, total, first_counts=m)],
     }
-    for sentence, factor in times.items():
-        known[sentence] = [partial(Rule, partial(scaled, factor))]
-        known[sentence + again] = [partial(Rule, partial(scaled, factor), first_counts=factor)]
-    return known
 
 
-def of(ranks: list[int], losses: list[Tensor]) -> Tensor:
+def of(ranks: tuple[int, ...], losses: list[Tensor]) -> Tensor:
     return mean([losses[r] for r in ranks])
 
 
@@ -188,43 +200,52 @@ def scaled(factor: float, losses: list[Tensor]) -> Tensor:
 
 
 def late(combine: Callable[[list[Tensor]], Tensor]) -> Rule:
-    """Right for what a pass finds there already, which is the first one's of two; the rest is a machine's own."""
+    """Right for what a pass finds there already, the first one's of two; the rest is a machine's own."""
     turns = iter([mean])
     return Rule(lambda losses: next(turns, combine)(losses))
 
 
 def require_end(trial: Trial, seen: SimpleNamespace, kind: str, help: str) -> None:
     """The weights at the end are those of one process with the batches of all ranks."""
-    right = whole_batch(odd_gpt, seen.seed, seen.by_rank, kind, Rule())
-    start = weights(seen.starts[0])
-    for each in seen.on_machines:
+    end_at = partial(whole_batch, odd_gpt, seen.seed, seen.by_rank, kind)
+    right, start, n = end_at(Rule()), weights(seen.starts[0]), trial.num_ranks
 
-        def ends(machines: Machines) -> dict[str, list[dict]]:
-            """The weights that known slips end at, computed only where something is wrong."""
-            return {
-                sentence: [whole_batch(odd_gpt, seen.seed, seen.by_rank, kind, rule()) for rule in by_rank]
-                for sentence, by_rank in rules(machines).items()
-            }
+    @cache
+    def known(number: int) -> dict[str, list[dict]]:
+        """The weights that slips lead to on one of the meshes, which only a wrong answer needs."""
+        by_slip = rules(seen.on_machines[number].machines) if kind == "SGD" else {}
+        return {slip: [end_at(make()) for make in by_rank] for slip, by_rank in by_slip.items()}
 
-        known: dict[str, list[dict]] = {}
+    def alternatives(number: int, name: str) -> dict[str, Any]:
+        found = {slip: [end[name] for end in ends] for slip, ends in known(number).items()}
+        by_rank = {slip: ends if len(ends) > 1 else ends * n for slip, ends in found.items()}
+        return {**by_rank, "it is still what it was before training": start[name]}
+
+    for number, each in enumerate(seen.on_machines):
         for name, expected in right.items():
-
-            def alternatives(name: str = name, machines: Machines = each.machines) -> dict[str, Any]:
-                known.update({} if known or kind != "SGD" else ends(machines))
-                n = trial.num_ranks
-                found: dict[str, Any] = {
-                    sentence: [end[name] for end in (by_rank if len(by_rank) > 1 else by_rank * n)]
-                    for sentence, by_rank in known.items()
-                }
-                return {**found, "it is still what it was before training": start[name]}
-
             trial.close(
                 f"{name} after {len(PASSES)} steps of {kind} ({told(each.machines)})",
                 [result["end"][name] for result in each.results],
                 expected,
-                alternatives=alternatives,
+                alternatives=partial(alternatives, number, name),
                 help=help,
             )
+
+
+@check("hybrid_shard")
+def two_groups_talk(trial: Trial) -> None:
+    """In a step every collective is in the group of a machine, or of the ranks that hold the same shards."""
+    for each in trial.once(observe_sgd).on_machines:
+        for r, result in enumerate(each.results):
+            for event in result["recording"].events:
+                others = ", ".join(map(str, event.group))
+                trial.require(
+                    event.group in groups_of(each.machines, r) or event.num_bytes <= LITTLE,
+                    f"it calls {event.describe()} in the group of ranks {others} ({told(each.machines)})",
+                    help="The mesh has both groups: mesh.get_group(0) and mesh.get_group(1). A call without "
+                    "group= is in the group of all.",
+                    rank=r,
+                )
 
 
 @check("hybrid_shard")
@@ -234,7 +255,8 @@ def sgd_trains_as_one_process_does(trial: Trial) -> None:
         trial,
         trial.once(observe_sgd),
         "SGD",
-        "When backward is over, average the shards' .grad across machines: divide by how many these are.",
+        "When backward is over, average the shards' .grad across machines: queue_callback has a function "
+        "called then. Autograd calls no hook of a shard whose .grad is written by hand.",
     )
 
 
@@ -255,12 +277,12 @@ def machines_cut_among_their_ranks(trial: Trial) -> None:
         for r, result in enumerate(each.results):
             count, slack = result["shards"], largest + n * len(sizes)
             cause = ""
-            if count <= total / (n * m) + slack // 2 and m > 1:
+            if min(n, m) > 1 and count <= total / (n * m) + slack // 2:
                 cause = "they are cut over all ranks, and so no machine has the whole weights"
             elif count >= total:
                 cause = "they are the whole weights"
-            elif m > 1:
-                cause = f"they are cut over the {m} machines"
+            elif n == 1:
+                cause = f"they are cut over the {m} machines, along the mesh's first dimension"
             trial.require(
                 total / n - slack <= count <= total / n + slack,
                 f"parameters() have {count} numbers on it ({told(each.machines)}), and a share of the "
