@@ -63,7 +63,7 @@ def show(report: ExerciseReport, more: Sequence[str] = ()) -> None:
 def _folded(report: ExerciseReport) -> str:
     passed = [check for check in report.checks if check.verdict == Verdict.PASSED]
     folded = passed if report.failed else []
-    whole = told_whole(report.failed)
+    whole = told_whole(report.failed or report.missed)
     told = [line for check in report.checks if check not in folded for line in check_lines(check, whole)]
     fold = ""
     if folded:

@@ -22,6 +22,8 @@ MARKS = {
     Verdict.GRADER_ERROR: ("!", "yellow"),
     Verdict.SKIPPED: ("-", "dim"),
 }
+STARS = {Verdict.PASSED: ("★", "yellow"), Verdict.GRADER_ERROR: MARKS[Verdict.GRADER_ERROR]}
+"""Marks of optional checks; of any other verdict, an empty star."""
 FAILURES = (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY)
 WIDTH = 100
 
@@ -31,7 +33,7 @@ Lines = list[tuple[str, str]]
 
 def exercise_lines(report: ExerciseReport, **how: str) -> Lines:
     """An exercise's report: no time in it, so that equal runs read alike. `how` is for closing_lines."""
-    whole = told_whole(report.failed)
+    whole = told_whole(report.failed or report.missed)
     checks = [line for check in report.checks for line in check_lines(check, whole)]
     return [headline(report), *checks, *closing_lines(report, **how)]
 
@@ -42,18 +44,34 @@ def headline(report: ExerciseReport) -> tuple[str, str]:
     verdict = told[0].verdict if told and report.verdict in FAILURES else report.verdict
     mark, style = MARKS[verdict]
     summary = f"{verdict}" + (f" ({report.message})" if report.message else "")
-    return f"{mark} {report.name}: {summary}", f"bold {style}"
+    return f"{mark} {report.name}: {summary}{stars(report)}", f"bold {style}"
+
+
+def mark_of(check: CheckReport) -> tuple[str, str]:
+    """The mark of a check, and its style."""
+    return STARS.get(check.verdict, ("☆", "dim")) if check.optional else MARKS[check.verdict]
+
+
+def stars(report: ExerciseReport) -> str:
+    """What follows the verdict of an exercise that has passed: a star for each optional check."""
+    marks = [mark_of(check)[0] for check in report.checks if check.optional]
+    return f" {''.join(marks)}" if marks and report.verdict == Verdict.PASSED else ""
 
 
 def closing_lines(report: ExerciseReport, hint: str = "grade hint {} (in a terminal)") -> Lines:
     """What follows the checks: what was not told, what was left out, how to ask for a hint."""
     lines = []
-    if any(check.verdict == Verdict.SKIPPED for check in report.checks) and report.failed:
+    required = [check for check in report.checks if not check.optional]
+    if any(check.verdict == Verdict.SKIPPED for check in required) and report.failed:
         lines.append(
             ("  - was not looked at: too much had ended early, or this machine can not show it", "dim")
         )
     if len(report.failed) > len(told_whole(report.failed)):
         lines.append(("  the other ✗ show only their titles: what is told above may have caused them", "dim"))
+    if any(mark_of(check)[0] == "☆" for check in report.checks):
+        lines.append(
+            ("  ☆ is an extra: looked at once all else holds, and the exercise passes without", "dim")
+        )
     lines += [(f"  note: {note}", "dim") for note in report.notes]
     if report.verdict in FAILURES:
         lines.append((f"  for a hint: {hint.format(report.name)}", "dim"))
@@ -70,7 +88,7 @@ def told_whole(failed: Sequence[CheckReport]) -> list[CheckReport]:
 
 def check_lines(check: CheckReport, whole: Sequence[CheckReport]) -> Lines:
     """A check that failed and is not told whole is its title: its causes and steps are those of another."""
-    mark, style = MARKS[check.verdict]
+    mark, style = mark_of(check)
     lines = _wrap(f"  {mark} ", check.sentence, style if check.verdict != Verdict.SKIPPED else "dim")
     if check not in whole:
         return lines
@@ -88,7 +106,7 @@ def check_lines(check: CheckReport, whole: Sequence[CheckReport]) -> Lines:
 
 
 def _wrap(head: str, text: str, style: str) -> Lines:
-    indent = " " * (4 if head.strip() in {mark for mark, _ in MARKS.values()} else 8)
+    indent = " " * (4 if len(head.strip()) == 1 else 8)
     wrapped = textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
     )
@@ -113,8 +131,9 @@ def print_table(console: Console, reports: Iterable[ExerciseReport]) -> None:
     for report in reports:
         mark, style = MARKS[report.verdict]
         lesson = report.lesson if report.lesson != previous else ""
-        passed = sum(check.verdict == Verdict.PASSED for check in report.checks)
-        of = f" ({passed} of {len(report.checks)} checks)" if report.checks else ""
+        required = [check for check in report.checks if not check.optional]
+        passed = sum(check.verdict == Verdict.PASSED for check in required)
+        of = f" ({passed} of {len(required)} checks){stars(report)}" if required else ""
         table.add_row(lesson, report.name, Text(f"{mark} {report.verdict}{of}", style=style))
         previous = report.lesson
     console.print(table)

@@ -158,13 +158,14 @@ def grade_exercise(
         known = _ends_until_one_fails(checks, trials, launcher, settings.layouts_at_a_time, tell_once)
         for check in checks:
             ended = sum(r.verdict not in (Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED) for r in reports)
-            if ended >= ENDINGS_UNTIL_SKIP:
-                report = CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="not reached")
+            good = all(report.holds or report.optional for report in reports)
+            if ended >= ENDINGS_UNTIL_SKIP or (check.optional and not good):
+                report = check.report(Verdict.SKIPPED, message="not reached")
             else:
-                report = _run_check(check, trials, known, ask_more=all(report.holds for report in reports))
+                report = _run_check(check, trials, known, ask_more=good)
             reports.append(report)
             tell_once(report)
-    verdict = combine([report.verdict for report in reports])
+    verdict = combine(reports)
     seconds = time.monotonic() - began
     return ExerciseReport(
         lesson, exercise.name, verdict, tuple(reports), seconds=seconds, seed=seed, notes=notes
@@ -210,7 +211,7 @@ def _ends_until_one_fails(
                 ends[check.name, trial.layout] = _try(check, trial)
                 fitting = [(check.name, each.layout) for each in trials if check.layouts(each.layout)]
                 if all(place in ends and ends[place] is None for place in fitting):
-                    tell(CheckReport(check.name, check.sentence, Verdict.PASSED))
+                    tell(check.report(Verdict.PASSED))
 
     if at_a_time > 1:
         for _ in side_by_side(go_through, trials, at_a_time, launcher):
@@ -219,7 +220,7 @@ def _ends_until_one_fails(
 
 
 def _run_check(check: Check, trials: Sequence[Trial], known: Ends, ask_more: bool) -> CheckReport:
-    report = CheckReport(check.name, check.sentence, Verdict.SKIPPED, message="no number of ranks fits")
+    report = check.report(Verdict.SKIPPED, message="no number of ranks fits")
     fitting = [trial for trial in trials if check.layouts(trial.layout)]
     for number, trial in enumerate(fitting):
         place = check.name, trial.layout
@@ -245,7 +246,7 @@ def _run_check(check: Check, trials: Sequence[Trial], known: Ends, ask_more: boo
                 details=end.details,
                 asked=end.asked,
             )
-        report = CheckReport(check.name, check.sentence, Verdict.PASSED)
+        report = check.report(Verdict.PASSED)
     return report
 
 
@@ -291,12 +292,10 @@ def _unexpected(check: Check, trial: Trial, error: Exception) -> CheckReport:
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.lineno}"
     file = keep_traceback(error)
-    return CheckReport(
-        check.name,
-        check.sentence,
+    return check.report(
         Verdict.GRADER_ERROR,
-        str(trial.layout),
-        f"the check itself failed ({place}): {type(error).__name__}: {readable(str(error))}",
+        where=str(trial.layout),
+        message=f"the check itself failed ({place}): {type(error).__name__}: {readable(str(error))}",
         help="This is a fault of the grader, or the result had an unexpected form: please report it"
         + (f"; its traceback is in {file}" if file else "")
         + ".",

@@ -20,6 +20,9 @@ from grader.judging.trial import Trial
 Slips = Callable[..., Mapping[str, float]]
 """For the arguments of a call: sentence → the wrong number that this slip leads to."""
 
+EXACTLY = 1e-12
+"""How close numbers are that differ by rounding alone."""
+
 Alterations = Mapping[str, Callable[..., tuple]]
 """Sentence → other arguments, for which the answer would have been right."""
 
@@ -137,7 +140,22 @@ def named_cause(
     alterations: Alterations | None = None,
     tolerance: float = 0.0,
 ) -> str:
-    """The first known way to be wrong that gives every answer, the right ones too, or nothing."""
+    """The first known way to be wrong that gives every answer, the right ones too, or nothing.
+
+    One that gives them exactly comes before those that give them within the tolerance.
+    """
+    how = answers, asked, key, slips, alterations or {}
+    return _known_slip(*how, min(tolerance, EXACTLY)) or _known_slip(*how, tolerance)
+
+
+def _known_slip(
+    answers: Answers,
+    asked: Sequence[Answer],
+    key: str,
+    slips: Slips,
+    alterations: Alterations,
+    tolerance: float,
+) -> str:
     wrong = [answer for answer in asked if not answer.right]
 
     def gives(numbers: Iterable[float | None]) -> bool:
@@ -163,7 +181,7 @@ def named_cause(
         numbers = (slip.get(text) for slip, answer in zip(known, asked, strict=True) if not answer.right)
         if all(n is not None and same(a.given, n, tolerance) for a, n in zip(wrong, numbers, strict=True)):
             return f"{where}: {text}"
-    for text, change in (alterations or {}).items():
+    for text, change in alterations.items():
         if gives(altered(change)):
             return text
     if len(wrong) > 2 and gives([wrong[0].given] * len(asked)):

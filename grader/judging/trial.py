@@ -20,7 +20,7 @@ from torch import Tensor
 from grader.judging.evidence import Evidence
 from grader.judging.explain import Alternatives, Terms, compare
 from grader.judging.stories import Locate, ending
-from grader.judging.verdicts import CheckEnded, Verdict
+from grader.judging.verdicts import CheckEnded, CheckReport, Verdict
 from grader.ranks.launcher import Code, Launcher, Session
 from grader.ranks.limits import Limits
 
@@ -70,6 +70,11 @@ class Check:
     sentence: str
     function: Callable[["Trial"], None]
     layouts: Callable[[Layout], bool]
+    optional: bool = False
+
+    def report(self, verdict: Verdict, **more: Any) -> CheckReport:
+        """How it came out."""
+        return CheckReport(self.name, self.sentence, verdict, optional=self.optional, **more)
 
 
 REGISTRY: dict[str, dict[str, Exercise]] = {}
@@ -106,13 +111,15 @@ def exercise(
 
 
 def check(
-    name: str, *, world_sizes: Sequence[int] | None = None, subgroup: bool = True
+    name: str, *, world_sizes: Sequence[int] | None = None, subgroup: bool = True, optional: bool = False
 ) -> Callable[[Callable[["Trial"], None]], Callable[["Trial"], None]]:
     """Declare a check of exercise `name`; its docstring's first paragraph is what the learner reads.
 
     Args:
         world_sizes: only at these numbers of ranks; None is all of the exercise's.
         subgroup: also in the layout with world rank 0 outside, if the exercise has that.
+        optional: an extra, shown as a star. It is looked at once all checks before it hold, and the exercise
+            passes without it.
     """
 
     def register(function: Callable[["Trial"], None]) -> Callable[["Trial"], None]:
@@ -128,7 +135,7 @@ def check(
                 return subgroup
             return world_sizes is None or layout.num_ranks in world_sizes
 
-        owner.checks.append(Check(function.__name__, name, sentence, function, fits))
+        owner.checks.append(Check(function.__name__, name, sentence, function, fits, optional))
         return function
 
     return register

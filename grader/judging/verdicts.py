@@ -1,5 +1,6 @@
 """The words of a verdict, and how a check ends with one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -78,6 +79,8 @@ class CheckReport:
     details: tuple[str, ...] = ()
     asked: str = ""
     """What is asked for, where no next step follows from a cause."""
+    optional: bool = False
+    """Whether it is an extra, without which the exercise passes."""
 
     @property
     def holds(self) -> bool:
@@ -118,12 +121,18 @@ class ExerciseReport:
 
     @property
     def failed(self) -> list[CheckReport]:
-        """Its checks that do not hold."""
-        return [check for check in self.checks if not check.holds]
+        """Its checks that do not hold; what is optional is in `missed`."""
+        return [check for check in self.checks if not (check.holds or check.optional)]
+
+    @property
+    def missed(self) -> list[CheckReport]:
+        """Its optional checks that do not hold."""
+        return [check for check in self.checks if check.optional and not check.holds]
 
 
-def combine(verdicts: list[Verdict]) -> Verdict:
-    """An exercise's verdict from those of its checks: the first that is worst."""
+def combine(reports: Sequence[CheckReport]) -> Verdict:
+    """An exercise's verdict: the worst of its checks; of an optional one, only that the grader failed."""
+    verdicts = [r.verdict for r in reports if not r.optional or r.verdict == Verdict.GRADER_ERROR]
     order = (
         Verdict.GRADER_ERROR,
         Verdict.REFUSED,

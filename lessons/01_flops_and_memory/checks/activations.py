@@ -5,7 +5,11 @@ from itertools import combinations
 from grader.checks import Answers, Trial, check, exercise, named_cause, require_whole_numbers, whole
 from nanogpt.model import GPTConfig
 
-from .models import ALTERATIONS, PARTS, Where, alter, batch_for, draw, draw_family, measured, saved_bytes
+from .models import ALTERATIONS, PARTS, Where, alter, draw_wide_family, measured, saved_bytes
+
+NEAR = 0.01
+"""How far off a total may be. In the models that are asked about, whatever has neither h nor v nor s² is less
+in all, and each tensor of (b, s, h), (b·s, v) or (b, a, s, s) is more."""
 
 exercise(
     "activation_bytes",
@@ -21,10 +25,7 @@ exercise(
 
 def measure(trial: Trial) -> Answers:
     """Both families, and one batch with every dropout: a number above 0 is dropout, however small."""
-    dropout = trial.choice([0.05, 0.1, 0.5])
-    configs = draw_family(trial, dropout=0.0) + draw_family(trial, dropout=dropout)
-    calls = [batch_for(trial, config) for config in configs]
-    calls += [(draw(trial, dropout=p), trial.integer(2, 5), 1) for p in (0.0, dropout)]
+    calls = [*draw_wide_family(trial, 0.0), *draw_wide_family(trial, trial.choice([0.05, 0.1, 0.5]))]
     calls += [alter(*calls[0], dropout=p) for p in (0.05, 0.1, 0.5, 0.0)]
     return Answers(trial, "activation_bytes", calls, saved_bytes)
 
@@ -41,6 +42,12 @@ def activation_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
     blocks = c.n_layer * b * (34 * s * c.n_embd + 5 * c.n_head * s * s)
     textbook = {"this is the textbook formula: blocks alone, 16-bit, another attention": blocks}
     return textbook | {text: right + by for _, text, by in slips} | pairs
+
+
+def large_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
+    """Those of them that are too large to pass."""
+    right = saved_bytes(c, b, s)["total"]
+    return {text: n for text, n in activation_slips(c, b, s).items() if abs(n - right) > NEAR * right}
 
 
 Slip = tuple[str, str, float]
@@ -236,60 +243,64 @@ def activation_parts_add_up(trial: Trial) -> None:
         parts, total = {part: whole(given[part]) for part in PARTS}, whole(given["total"])
         message = f"{answers.asked(call)}: the parts add up to {sum(parts.values()):,}, total is {total:,}"
         trial.require(sum(parts.values()) == total, message, help="The total is their sum.")
+        true = answers.truth(*call)["total"]
         for part, (least, what) in surely_kept(*call).items():
-            if parts[part] >= least:
-                continue
-            trial.wrong(
-                f"{answers.asked(call, part)} is {parts[part]:,}; this part alone keeps {what}: "
-                f"{least:,} or more",
-                cause=why_off(answers, call[0].dropout > 0),
-                help=""
-                if total != answers.truth(*call)["total"]
-                else "They count in the part that keeps them.",
-            )
+            if parts[part] < least - NEAR * true:
+                trial.wrong(
+                    f"{answers.asked(call, part)} is {parts[part]:,}; this part alone keeps {what}: "
+                    f"{least:,} or more",
+                    cause=why_off(answers, call[0].dropout > 0),
+                    help="They count in the part that keeps them." if total == true else "",
+                )
 
 
 def why_off(answers: Answers, dropout: bool) -> str:
     """The known slip that gives the totals of all calls with dropout, or of all without."""
-    asked = answers.select("total", lambda config, *_: (config.dropout > 0) == dropout, 0.0)
+    asked = answers.select("total", lambda config, *_: (config.dropout > 0) == dropout, NEAR)
     if all(answer.right for answer in asked):
         return ""
-    return named_cause(answers, asked, "total", activation_slips, ALTERATIONS)
+    return named_cause(answers, asked, "total", large_slips, ALTERATIONS, NEAR)
 
 
 def surely_kept(config: GPTConfig, batch_size: int, sequence_length: int) -> dict[str, tuple[int, str]]:
     """Bytes that no reading counts elsewhere, and what they are."""
     tokens, layers = batch_size * sequence_length, config.n_layer
     width = layers * tokens * config.n_embd
-    kept = (
-        (8 * tokens, "tokens"),
-        (12 * width, "q, k and v"),
-        (32 * width, "the inputs of the GELU and of c_proj"),
-        (8 * tokens * (2 * layers + 1), "a mean and a deviation for each token"),
-        (4 * tokens * config.vocab_size, "the log-probabilities"),
-    )
-    return dict(zip(PARTS, kept, strict=True))
+    return {
+        "attention": (12 * width, "q, k and v"),
+        "mlp": (32 * width, "the inputs of the GELU and of c_proj"),
+        "head": (4 * tokens * config.vocab_size, "the log-probabilities"),
+    }
 
 
 @check("activation_bytes")
-def equals_saved_bytes_without_dropout(trial: Trial) -> None:
-    """dropout=0: the total is, to the byte, what autograd keeps with the fused attention."""
+def near_saved_bytes_without_dropout(trial: Trial) -> None:
+    """dropout=0: the total is, within 1 %, what autograd keeps with the fused attention."""
+    compare_saved(trial, lambda config, *_: config.dropout == 0, NEAR)
+
+
+@check("activation_bytes")
+def near_saved_bytes_with_dropout(trial: Trial) -> None:
+    """dropout > 0: the total is, within 1 %, what autograd keeps: masks, and the plain core's matrices."""
+    compare_saved(trial, lambda config, *_: config.dropout > 0, NEAR)
+
+
+@check("activation_bytes", optional=True)
+def equals_saved_bytes(trial: Trial) -> None:
+    """The total is, to the byte, what autograd keeps, without dropout and with it."""
     compare_saved(trial, lambda config, *_: config.dropout == 0)
-
-
-@check("activation_bytes")
-def equals_saved_bytes_with_dropout(trial: Trial) -> None:
-    """dropout > 0: the total is, to the byte, what autograd keeps: masks, and the plain core's matrices."""
     compare_saved(trial, lambda config, *_: config.dropout > 0)
 
 
-def compare_saved(trial: Trial, where: Where) -> None:
+def compare_saved(trial: Trial, where: Where, tolerance: float = 0.0) -> None:
     answers = trial.once(measure)
     help = "Print what saved_tensors_hooks sees, and compare part by part."
     for call, given, true in zip(answers.calls, answers.given, answers.true, strict=True):
-        if where(*call) and isinstance(given, dict) and whole(given.get("total")) != true["total"]:
+        total = whole(given.get("total")) if isinstance(given, dict) else None
+        if where(*call) and total is not None and abs(total - true["total"]) > tolerance * true["total"]:
             parts = [part for part in PARTS if whole(given.get(part)) != true[part]]
             listed = "; ".join(f"{part} {given.get(part)}, measured {true[part]}" for part in parts)
             help = f"If a storage counts as its first keeper's, these parts differ: {listed}."
             break
-    measured(trial, answers, "total", slips=activation_slips, help=help, where=where)
+    slips = large_slips if tolerance else activation_slips
+    measured(trial, answers, "total", slips=slips, help=help, where=where, tolerance=tolerance)

@@ -136,6 +136,31 @@ def draw_family(trial: Trial, **fixed: Any) -> list[GPTConfig]:
     return [*family, draw(trial, **fixed), config]
 
 
+def draw_wide_family(trial: Trial, dropout: float) -> list[tuple[GPTConfig, int, int]]:
+    """Calls with models wide enough that their large tensors decide, each unlike the one before in one thing.
+
+    Of at most three layers and at least four heads of 24, with v from h to 2h, and s from d to 2d.
+    """
+    d, a = 8 * trial.integer(3, 4), 4
+    config = GPTConfig(
+        block_size=2 * d,
+        vocab_size=a * d + trial.integer(1, 30),
+        n_layer=trial.integer(2, 3),
+        n_head=a,
+        n_embd=a * d,
+        dropout=dropout,
+        bias=trial.choice([True, False]),
+    )
+    b, s = trial.integer(2, 4), d + trial.integer(1, d - 1)
+    longer = replace(config, block_size=2 * d + trial.integer(1, 9))
+    taller = replace(longer, vocab_size=config.vocab_size + trial.integer(1, 30))
+    one = replace(taller, n_layer=1)
+    wide = replace(one, n_head=5, n_embd=5 * d)
+    other = replace(wide, bias=not config.bias)
+    models = config, longer, taller, one, wide, other, config
+    return [(config, b + 1, s), (config, b, 2 * d), *((each, b, s) for each in models)]
+
+
 def batch_for(trial: Trial, config: GPTConfig) -> tuple[GPTConfig, int, int]:
     """A model and a batch for it: sequences of block_size tokens, or shorter ones."""
     return (
