@@ -4,6 +4,8 @@ Notation: b batch, s sequence length, h width (n_embd), a heads (n_head), L laye
 P parameters. Every formula is for `nanogpt.model.GPT`; a FLOP count takes 2 per multiply-add.
 """
 
+import math
+
 from nanogpt.model import GPT, GPTConfig
 
 
@@ -155,6 +157,23 @@ def activation_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -
     # end of answer
 
 
+def attainable_flops_per_second(
+    m: int, k: int, n: int, bytes_per_number: int, peak_flops_per_second: float, bytes_per_second: float
+) -> float:
+    """The most FLOP/s that a product of matrices (m, k) and (k, n) can reach: its roofline.
+
+    Memory gives each factor once and takes the product once, at no more than `bytes_per_second`. Meanwhile
+    the machine computes: what takes longer, bytes or FLOPs, takes all the time.
+
+    Source: Williams, Waterman and Patterson 2009, "Roofline", doi:10.1145/1498765.1498785.
+    """
+    # answer
+    flops = 2 * m * k * n
+    num_bytes = bytes_per_number * (m * k + k * n + m * n)
+    return min(peak_flops_per_second, flops / num_bytes * bytes_per_second)
+    # end of answer
+
+
 def model_flops_utilization(
     config: GPTConfig, tokens_per_second: float, peak_flops_per_second: float, sequence_length: int
 ) -> float:
@@ -165,6 +184,35 @@ def model_flops_utilization(
     # answer
     flops_per_token = training_flops(config, 1, sequence_length) / sequence_length
     return tokens_per_second * flops_per_token / peak_flops_per_second
+    # end of answer
+
+
+def training_plan(
+    num_parameters: int,
+    num_tokens: int,
+    num_gpus: int,
+    peak_flops_per_second: float,
+    utilization: float,
+    bytes_per_gpu: float,
+) -> dict[str, float]:
+    """What a training run will take, at 6 FLOPs a parameter and token (Kaplan et al. 2020, arXiv:2001.08361).
+
+    Args:
+        utilization: the fraction of each GPU's peak that goes into these FLOPs.
+
+    Returns:
+        - `gpu_hours`: the hours of all GPUs, added up;
+        - `days`: from the first step to the last, with all of them at work;
+        - `fewest_gpus`: a whole number, as many as hold 16 bytes a parameter when each keeps an equal share.
+    """
+    # answer
+    flops = 6 * num_parameters * num_tokens
+    gpu_hours = flops / (utilization * peak_flops_per_second) / 3600
+    return {
+        "gpu_hours": gpu_hours,
+        "days": gpu_hours / num_gpus / 24,
+        "fewest_gpus": math.ceil(16 * num_parameters / bytes_per_gpu),
+    }
     # end of answer
 
 

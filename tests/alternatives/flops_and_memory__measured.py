@@ -119,3 +119,20 @@ def utilization_report(model, tokens_per_second, sequence_length, datasheet, rec
         "model_flops_utilization": sequences_per_second * step / peak,
         "hardware_flops_utilization": sequences_per_second * with_recomputation / peak,
     }
+
+
+def attainable_flops_per_second(m, k, n, bytes_per_number, peak_flops_per_second, bytes_per_second):
+    """By time, and by sums over the three matrices."""
+    numbers = sum(rows * columns for rows, columns in ((m, k), (k, n), (m, n)))
+    times = np.array([2 * m * k * n / peak_flops_per_second, numbers * bytes_per_number / bytes_per_second])
+    return peak_flops_per_second * times[0].item() / times.max().item()
+
+
+def training_plan(num_parameters, num_tokens, num_gpus, peak_flops_per_second, utilization, bytes_per_gpu):
+    """By the clock: how many tokens all GPUs see in a second."""
+    tokens_per_second = num_gpus * utilization * peak_flops_per_second / (6 * num_parameters)
+    hours = num_tokens / tokens_per_second / 60**2
+    fewest = 1
+    while fewest * bytes_per_gpu < 16 * num_parameters:
+        fewest += 1
+    return {"fewest_gpus": fewest, "days": hours / 24, "gpu_hours": hours * num_gpus}

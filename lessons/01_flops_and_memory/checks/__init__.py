@@ -9,5 +9,7 @@ from . import forward  # noqa: F401
 from . import training  # noqa: F401
 from . import states  # noqa: F401
 from . import activations  # noqa: F401
+from . import roofline  # noqa: F401
 from . import utilization  # noqa: F401
+from . import plan  # noqa: F401
 from . import report  # noqa: F401
