@@ -5,7 +5,7 @@ stage cuts one more of the three. Sources: Rajbhandari et al. 2019, "ZeRO" (arXi
 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,70 @@ def communication_elements(num_parameters: int, num_ranks: int, stage: int) -> d
     # end of answer
 
 
-# answer: shares of tensors, two collectives that carry many tensors at once, settings of optimizers
+def copy_settings(source: Optimizer, target: Optimizer) -> None:
+    """Learning rates and the like, group by group."""
+    for one, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({name: value for name, value in one.items() if name != "params"})
+
+
+class OptimizerShell(Optimizer):
+    """Given: an optimizer of whole parameters, `param_groups`, around one of this rank's shares, `inner`.
+
+    A subclass says what the share of a parameter is (`cut`), and how a step is made of it (`update`).
+    """
+
+    def __init__(
+        self, params: Iterable[Any], optimizer_class: type[Optimizer], group: ProcessGroup, **kwargs: Any
+    ) -> None:
+        """`params` as any optimizer takes them, `kwargs` for `optimizer_class`; shares are over `group`."""
+        super().__init__(params, kwargs)  # makes param_groups of the whole parameters
+        self.group = group
+        groups = [{**whole, "params": [self.cut(p) for p in whole["params"]]} for whole in self.param_groups]
+        self.inner = optimizer_class(groups, **kwargs)
+        self.defaults = self.inner.defaults
+        self.state = self.inner.state
+        copy_settings(self.inner, self)
+
+    def shares(self) -> dict[nn.Parameter, Tensor]:
+        """Trained parameters, and this rank's share of each, as `inner` has it."""
+        return {
+            parameter: share
+            for whole, own in zip(self.param_groups, self.inner.param_groups, strict=True)
+            for parameter, share in zip(whole["params"], own["params"], strict=True)
+            if parameter.requires_grad
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Calls the closure, if there is one, then `update`; returns the closure's loss, this rank's own."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        copy_settings(self, self.inner)  # a scheduler may have changed the learning rate
+        self.update()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, and what ShardedGradients (section 3.2) may leave in `share_grad`."""
+        super().zero_grad(set_to_none)
+        for whole in self.param_groups:
+            for parameter in whole["params"]:
+                parameter.share_grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's share."""
+        copy_settings(self, self.inner)
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank, with the learning rate and the like of then."""
+        self.inner.load_state_dict(state_dict)
+        self.state = self.inner.state
+        copy_settings(self.inner, self)
+
+
+# answer: shares of tensors, two collectives that carry many tensors at once
 BUCKET_BYTES = 25 * 2**20
 """As in PyTorch's DistributedDataParallel: large enough that a message is worth its price."""
 
@@ -124,62 +187,33 @@ def all_gather_shares(tensors: list[Tensor], group: ProcessGroup) -> None:
             place.copy_(share[: place.numel()])
 
 
-def copy_settings(source: Optimizer, target: Optimizer) -> None:
-    """Learning rates and the like, group by group."""
-    for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update({name: value for name, value in one.items() if name != "params"})
-
-
 # end of answer
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(OptimizerShell):
     """ZeRO-1: wraps any optimizer; each rank keeps the state of its own share of the weights only.
 
     The ranks' shares differ by no more than the largest parameter. Every rank has the whole model, and
-    `.grad` is its own gradient, not yet averaged: `step` reduce-scatters the mean, updates this rank's
-    share, and hands the new weights round, 2P elements in all. Schedulers change `param_groups`, as they do
-    with any optimizer. A parameter that is frozen, or that no backward reached (its `.grad` is None), stays
-    as it is: it does not decay. Backward reaches the same parameters on every rank.
+    `.grad` is its own gradient, not yet averaged. A step sends 2P elements in all. A parameter that is
+    frozen, or that no backward reached (its `.grad` is None), stays as it is: it does not decay. Backward
+    reaches the same parameters on every rank. Closures, schedulers, `zero_grad` and `state_dict` work as
+    with any optimizer: the shell sees to that.
 
     Source: arXiv:1910.02054, section 5.1.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: type[Optimizer],
-        group: ProcessGroup,
-        **kwargs: Any,
-    ) -> None:
-        """`params` as any optimizer takes them, `kwargs` for `optimizer_class`; shares are over `group`."""
-        # answer
-        super().__init__(params, kwargs)  # makes param_groups of the whole parameters
-        self.group = group
-        groups = [
-            {**whole, "params": [own_share(p.detach(), group) for p in whole["params"]]}
-            for whole in self.param_groups
-        ]
-        self.inner = optimizer_class(groups, **kwargs)
-        self.defaults = self.inner.defaults
-        self.state = self.inner.state
-        copy_settings(self.inner, self)
-        # end of answer
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step on the mean of all ranks' gradients; all ranks call it and end with the same weights.
-
-        A closure is called once, first of all and with gradients enabled: its backward makes the gradients.
-        Returns its loss, this rank's own, or None without a closure.
+    def cut(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's share of a parameter, as the inner optimizer gets it: what it writes there, it writes
+        into the weight.
         """
         # answer
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        copy_settings(self, self.inner)  # a scheduler may have changed the learning rate
-        shares = self._shares()
+        return own_share(parameter.detach(), self.group)
+        # end of answer
+
+    def update(self) -> None:
+        """One step on the mean of all ranks' gradients; all ranks call it and end with the same weights."""
+        # answer
+        shares = self.shares()
         for parameter, mean in self._mean_gradients(shares).items():
             shares[parameter].grad = mean
         self.inner.step()
@@ -188,43 +222,9 @@ class ShardedOptimizer(Optimizer):
             all_gather_shares(bucket, self.group)
         for share in shares.values():
             share.grad = None
-        return loss
         # end of answer
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters, in whatever form this rank holds them."""
-        # answer
-        super().zero_grad(set_to_none)
-        for whole in self.param_groups:
-            for parameter in whole["params"]:
-                parameter.share_grad = None
-        # end of answer
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's share."""
-        # answer
-        copy_settings(self, self.inner)
-        return self.inner.state_dict()
-        # end of answer
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank, with the learning rate and the like of then."""
-        # answer
-        self.inner.load_state_dict(state_dict)
-        self.state = self.inner.state
-        copy_settings(self.inner, self)
-        # end of answer
-
-    # answer: two more methods
-    def _shares(self) -> dict[nn.Parameter, Tensor]:
-        """Trained parameters, and the view of this rank's share of each."""
-        return {
-            parameter: share
-            for whole, own in zip(self.param_groups, self.inner.param_groups, strict=True)
-            for parameter, share in zip(whole["params"], own["params"], strict=True)
-            if parameter.requires_grad
-        }
-
+    # answer: one more method
     def _mean_gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Of this rank's shares: what ShardedGradients has left there, and the rest is reduced here."""
         means = {p: p.share_grad for p in parameters if getattr(p, "share_grad", None) is not None}
@@ -307,95 +307,214 @@ class ShardedGradients(nn.Module):
     # end of answer
 
 
-# answer: weights that are gathered and freed together
-Place = tuple[nn.Module, str, str]
-"""A module, its name for one of its weights, and GPT's name for it."""
-
-
+# answer: the parameters of one dtype in one buffer, and its pieces
 class Flat:
-    """Parameters laid end to end and cut into n equal pieces, of which this rank keeps one.
+    """Parameters of one dtype laid end to end and cut into n equal pieces, of which this rank keeps one.
 
-    At rest, the modules have `shards`: what of each parameter lies in this rank's piece (perhaps nothing).
-    Gathered, they have `wholes`: the parameters that they were given, with all hooks that stand on them, as
-    views into one buffer. To free them is to shrink the buffer's storage to nothing: autograd may have kept
-    them for backward, and finds them filled again by then.
+    `shards` are what of each parameter lies in this rank's piece. Gathered, the parameters are views into
+    one buffer. To free them is to shrink the buffer's storage to nothing: autograd may have kept views of
+    it for backward, and finds them filled again by then.
     """
 
-    def __init__(self, places: dict[nn.Parameter, list[Place]], group: ProcessGroup) -> None:
-        self.group = group
-        self.places = list(places.values())
-        flat = torch.cat([parameter.detach().flatten() for parameter in places])
+    def __init__(
+        self, parameters: list[nn.Parameter], group: ProcessGroup, param_dtype: torch.dtype | None
+    ) -> None:
+        self.group, self.wholes = group, parameters
+        flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
         flat = F.pad(flat, (0, -flat.numel() % group.size()))
         dist.broadcast(flat, group=group, group_src=0)
-        self.buffer, self.num_bytes = flat, flat.untyped_storage().nbytes()
         self.piece_size = flat.numel() // group.size()
         first, last = group.rank() * self.piece_size, (group.rank() + 1) * self.piece_size
+        self.buffer = flat.to(param_dtype or flat.dtype)
+        self.num_bytes = self.buffer.untyped_storage().nbytes()
         self.shards: list[nn.Parameter] = []
-        self.wholes = list(places)
         start = 0
-        for parameter in self.wholes:
+        for parameter in parameters:
             end = start + parameter.numel()
-            # Through .data, autograd does not take a gathering for a change of what it kept.
-            parameter.data = flat[start:end].view(parameter.shape)
             shard = flat[max(start, first) : min(end, last)].clone()  # may be empty
             self.shards.append(nn.Parameter(shard, parameter.requires_grad))
+            # Through .data, autograd does not take a gathering for a change of what it kept.
+            parameter.data = self.buffer[start:end].view(parameter.shape)
             start = end
-        for places_of_one, shard in zip(self.places, self.shards, strict=True):
-            for module, name, _ in places_of_one:
-                setattr(module, name, shard)
+        self.work: dist.Work | None = None
         self.free()
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Make every weight whole, on every rank."""
+    def all_gather_into(self, buffer: Tensor) -> dist.Work:
+        """Start to fill a buffer with the pieces of all ranks, in the buffer's dtype."""
+        piece = torch.cat([shard.detach() for shard in self.shards])
+        piece = F.pad(piece, (0, self.piece_size - piece.numel())).to(buffer.dtype)
+        rows = list(buffer.chunk(self.group.size()))
+        return dist.all_gather(rows, piece, group=self.group, async_op=True)
+
+    def start_gather(self) -> None:
         if self.buffer.untyped_storage().nbytes():
             return
         self.buffer.untyped_storage().resize_(self.num_bytes)
-        piece = torch.cat([shard.detach() for shard in self.shards])
-        piece = F.pad(piece, (0, self.piece_size - piece.numel()))
-        dist.all_gather(list(self.buffer.chunk(self.group.size())), piece, group=self.group)
-        for places, whole in zip(self.places, self.wholes, strict=True):
-            for module, name, _ in places:
-                module.__dict__[name] = whole  # hides the shard, which parameters() still finds
+        self.work = self.all_gather_into(self.buffer)
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work = None
 
     def free(self) -> None:
-        """Leave the shards alone."""
-        for places in self.places:
-            for module, name, _ in places:
-                module.__dict__.pop(name, None)
+        self.wait()  # nothing may arrive in memory that was given back
         self.buffer.untyped_storage().resize_(0)
-
-    @torch.no_grad()
-    def reduce_gradients(self) -> None:
-        """Add the mean of all ranks' gradients to the shards' `.grad`, and drop the whole ones."""
-        if all(whole.grad is None for whole in self.wholes):
-            return
-        own = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.wholes]
-        (means,) = start_reduce_scatter([torch.cat([gradient.flatten() for gradient in own])], self.group)()
-        for shard, mean in zip(self.shards, means.split([s.numel() for s in self.shards]), strict=True):
-            shard.grad = mean if shard.grad is None else shard.grad + mean
-        for whole in self.wholes:
-            whole.grad = None
-
-
-def find_places(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
-    """Where each parameter is used: a tied one in several places."""
-    places: dict[nn.Parameter, list[Place]] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(parameter, []).append((module, name, f"{prefix}.{name}".lstrip(".")))
-    return places
-
-
-def flatten(places: dict[nn.Parameter, list[Place]], group: ProcessGroup) -> list[Flat]:
-    """One Flat for each dtype, and for what is trained and what is not."""
-    kinds: dict[Any, dict[nn.Parameter, list[Place]]] = {}
-    for parameter, where in places.items():
-        kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[parameter] = where
-    return [Flat(of_one_kind, group) for of_one_kind in kinds.values()]
 
 
 # end of answer
+
+
+class ShardedUnit:
+    """Parameters that are whole from `gather()` to `free()`, of which this rank keeps a share in between.
+
+    The constructor takes the weights of the group's rank 0, and leaves the parameters freed. The Parameter
+    objects stay those that were given: modules and hooks have them. `parameters` is their list, and `shards`
+    one flat nn.Parameter for each, perhaps empty, of its dtype and its `requires_grad`; the ranks' shards of
+    all are of one size, give or take the largest parameter. `param_dtype` is the dtype of gathered
+    weights, that of the parameters unless given; the shards keep theirs. `reduce_dtype` is for
+    `reduce_gradients`.
+
+    Source: arXiv:2304.11277, section 3.2.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: ProcessGroup,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Cut the parameters."""
+        # answer
+        self.parameters = list(parameters)
+        self.group, self.reduce_dtype = group, reduce_dtype
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+        self.flats = [Flat(of_one_kind, group, param_dtype) for of_one_kind in kinds.values()]
+        shard_of = {
+            whole: shard for flat in self.flats for whole, shard in zip(flat.wholes, flat.shards, strict=True)
+        }
+        self.shards = [shard_of[parameter] for parameter in self.parameters]
+        # end of answer
+
+    def start_gather(self) -> None:
+        """Send for the shards of all ranks, as they are by now, and do not wait for them.
+
+        Does nothing where the weights are whole, or on their way, already.
+        """
+        # answer
+        for flat in self.flats:
+            flat.start_gather()
+        # end of answer
+
+    def gather(self) -> None:
+        """Wait until the parameters are whole; start the gather if nobody has."""
+        # answer
+        self.start_gather()
+        for flat in self.flats:
+            flat.wait()
+        # end of answer
+
+    def free(self) -> None:
+        """Give back the memory of the whole weights, whoever holds a view of them; nothing may be on its way.
+
+        A view that autograd has kept is right again after the next `gather()`.
+        """
+        # answer
+        for flat in self.flats:
+            flat.free()
+        # end of answer
+
+
+@torch.no_grad()
+def reduce_gradients(unit: ShardedUnit) -> None:
+    """Add the mean of all ranks' gradients to the `.grad` of the shards, and drop the whole gradients.
+
+    The ranks' gradients are summed in the unit's `reduce_dtype`, else in their own, and the mean has the
+    shard's dtype. A rank receives its own share alone: P elements travel in all. A unit of which no
+    parameter has a gradient is left as it is; a single missing one counts as zero.
+    """
+    # answer
+    for flat in unit.flats:
+        if all(whole.grad is None for whole in flat.wholes):
+            continue
+        own = [torch.zeros_like(w) if w.grad is None else w.grad for w in flat.wholes]
+        gradient = torch.cat([g.flatten() for g in own])
+        gradient = gradient.to(unit.reduce_dtype or gradient.dtype)
+        (means,) = start_reduce_scatter([gradient], unit.group)()
+        for shard, mean in zip(flat.shards, means.split([s.numel() for s in flat.shards]), strict=True):
+            mean = mean.to(shard.dtype)
+            shard.grad = mean if shard.grad is None else shard.grad + mean
+        for whole in flat.wholes:
+            whole.grad = None
+    # end of answer
+
+
+def gather_in_forward(block: nn.Module, unit: ShardedUnit) -> None:
+    """From now on, each forward of the block gathers its unit first, and frees it when it is over."""
+    # answer
+    block.register_forward_pre_hook(lambda block, args: unit.gather())
+    block.register_forward_hook(lambda block, args, x: unit.free())
+    # end of answer
+
+
+def gather_in_backward(blocks: Sequence[nn.Module], units: Sequence[ShardedUnit]) -> None:
+    """From now on, backward gathers a block's unit when it enters the block, and reduces and frees it after.
+
+    `blocks` compute one after the other, and `units[i]` has the parameters of `blocks[i]`. A unit is reduced
+    and freed before backward gathers the next one, the last of all when backward is over: then the mean
+    gradients of all blocks are in the shards' `.grad`.
+    """
+    # answer
+    at_work: list[ShardedUnit] = []  # the unit of the block that backward is in
+
+    def leave() -> None:
+        while at_work:
+            unit = at_work.pop()
+            reduce_gradients(unit)
+            unit.free()
+
+    def enter(unit: ShardedUnit, gradient: Tensor) -> None:
+        """The gradient of a block's output is complete: so is all that the block after it has to do."""
+        leave()
+        at_work.append(unit)
+        unit.gather()
+        torch.autograd.Variable._execution_engine.queue_callback(leave)
+
+    def watch(unit: ShardedUnit, block: nn.Module, args: Any, x: Tensor) -> None:
+        if x.requires_grad:
+            x.register_hook(partial(enter, unit))
+
+    for block, unit in zip(blocks, units, strict=True):
+        block.register_forward_hook(partial(watch, unit))
+    # end of answer
+
+
+def gather_ahead(blocks: Sequence[nn.Module], units: Sequence[ShardedUnit]) -> None:
+    """From now on, while a block computes, the gather of the unit that comes next is under way.
+
+    In forward that is the next block's unit, in backward the one before; nothing waits for it until its own
+    block computes. Called after `gather_in_forward` and `gather_in_backward` of the same blocks. No more
+    than two units are whole, or on their way, at a time.
+
+    Source: arXiv:2304.11277, section 3.3.
+    """
+    # answer
+
+    def started_by(unit: ShardedUnit, x: Tensor) -> None:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: unit.start_gather())
+
+    for i, block in enumerate(blocks):
+        if i + 1 < len(blocks):
+            block.register_forward_pre_hook(lambda block, args, i=i: units[i + 1].start_gather())
+        if i > 0:
+            block.register_forward_hook(lambda block, args, x, i=i: started_by(units[i - 1], x))
+    # end of answer
 
 
 class FullySharded(nn.Module):
@@ -411,40 +530,55 @@ class FullySharded(nn.Module):
     hook on a parameter of the GPT keeps working: it gets this rank's whole gradient, and what it returns is
     averaged.
 
+    With `param_dtype`, weights are gathered, and blocks compute, in that dtype. With `reduce_dtype`,
+    gradients are summed over the ranks in that one, else in the dtype in which blocks compute. Shards, their
+    `.grad` and `full_state_dict()` keep the dtype of the parameters. With `prefetch`, the gather of the block
+    that comes next is under way while one computes.
+
     Source: arXiv:1910.02054, section 5.3; arXiv:2304.11277, section 3.
     """
 
-    def __init__(self, module: GPT, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: GPT,
+        group: ProcessGroup,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        prefetch: bool = False,
+    ) -> None:
         """Cut every parameter of the module, which is emptied, and hook on to its blocks."""
         # answer
         super().__init__()
         if not hasattr(module, "transformer"):
             raise ValueError(f"expected a GPT, got a {type(module).__name__}: shard it before it is wrapped")
         self.module = module
-        self.open: list[Flat] = []  # the block whose backward is going on
-        places = find_places(module)
-        self.flats: list[Flat] = []
-        for block in module.transformer.h:
-            unit = flatten({p: places.pop(p) for p in list(block.parameters())}, group)
-            block.register_forward_pre_hook(partial(self._before_block, unit))
-            block.register_forward_hook(partial(self._after_block, unit))
-            self.flats += unit
-        self.outside = flatten(places, group)
-        self.flats += self.outside
+        blocks = module.transformer.h
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        outside = [parameter for parameter in module.parameters() if parameter not in inside]
+        self.units = [
+            ShardedUnit(parameters, group, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+            for parameters in (*(block.parameters() for block in blocks), outside)
+        ]
+        *of_blocks, self.outside = self.units
+        for block, unit in zip(blocks, of_blocks, strict=True):
+            gather_in_forward(block, unit)
+        gather_in_backward(blocks, of_blocks)
+        if prefetch:
+            gather_ahead(blocks, of_blocks)
         # end of answer
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """What the GPT returns: logits and loss of this rank's tokens (b, s)."""
         # answer
-        for flat in self.flats:
-            flat.free()  # an earlier pass may have stopped half-way, with weights that are old by now
-        for flat in self.outside:
-            flat.gather()
+        for unit in self.units:
+            unit.free()  # an earlier pass may have stopped half-way, with weights that are old by now
+        self.outside.gather()
         logits, loss = self.module(idx, targets)
         if logits.requires_grad:
             logits.register_hook(self._backward_begins)
         else:
-            self._free_outside()
+            self.outside.free()
         return logits, loss
         # end of answer
 
@@ -453,52 +587,37 @@ class FullySharded(nn.Module):
         """The whole weights under GPT's names, on every rank; all ranks call it."""
         # answer
         state = self.module.state_dict()
-        for flat in self.flats:
-            flat.gather()
-            for places, whole in zip(flat.places, flat.wholes, strict=True):
-                state.update(dict.fromkeys([name for _, _, name in places], whole.detach().clone()))
-            flat.free()
-        return state
+        whole_of: dict[nn.Parameter, Tensor] = {}
+        for unit in self.units:
+            for flat in unit.flats:
+                buffer = flat.shards[0].new_empty(flat.buffer.numel())  # in the shards' dtype
+                flat.all_gather_into(buffer).wait()
+                sizes = [whole.numel() for whole in flat.wholes]
+                pieces = buffer[: sum(sizes)].split(sizes)
+                for whole, piece in zip(flat.wholes, pieces, strict=True):
+                    whole_of[whole] = piece.view(whole.shape)
+        names = self.module.named_parameters(remove_duplicate=False)
+        return state | {name: whole_of[whole] for name, whole in names}
         # end of answer
 
-    # answer: the hooks
-    def _before_block(self, unit: list[Flat], block: nn.Module, args: Any) -> None:
-        for flat in unit:
-            flat.gather()
-
-    def _after_block(self, unit: list[Flat], block: nn.Module, args: Any, x: Tensor) -> None:
-        for flat in unit:
-            flat.free()
-        if x.requires_grad:
-            x.register_hook(partial(self._backward_enters, unit))
+    # answer: the shards by name, and the ends of backward
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, under GPT's names: `parameters()` asks here as well."""
+        shard_of = {
+            whole: shard
+            for unit in self.units
+            for whole, shard in zip(unit.parameters, unit.shards, strict=True)
+        }
+        for name, whole in self.module.named_parameters(*args, **kwargs):
+            yield name, shard_of[whole]
 
     def _backward_begins(self, gradient: Tensor) -> None:
-        for flat in self.outside:
-            flat.gather()  # there, unless an earlier backward has freed it
+        self.outside.gather()  # there, unless an earlier backward has freed it
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
-    def _backward_enters(self, unit: list[Flat], gradient: Tensor) -> None:
-        """The gradient of a block's output is complete: so is all that the block after it has to do."""
-        self._close_block()
-        self.open = unit
-        for flat in unit:
-            flat.gather()
-
-    def _close_block(self) -> None:
-        for flat in self.open:
-            flat.reduce_gradients()
-            flat.free()
-        self.open = []
-
     def _backward_ends(self) -> None:
-        self._close_block()
-        for flat in self.outside:
-            flat.reduce_gradients()
-        self._free_outside()
-
-    def _free_outside(self) -> None:
-        for flat in self.outside:
-            flat.free()
+        reduce_gradients(self.outside)
+        self.outside.free()
 
     # end of answer
 
