@@ -7,6 +7,11 @@ The checks of each exercise are in a file of their own. They run in the order in
 from . import predictions  # noqa: F401
 from . import optimizer  # noqa: F401
 from . import gradients  # noqa: F401
+from . import unit  # noqa: F401  the first of the steps to FullySharded
+from . import unit_dtypes  # noqa: F401
+from . import unit_gradients  # noqa: F401
+from . import unit_hooks  # noqa: F401
+from . import unit_ahead  # noqa: F401
 from . import fully_sharded  # noqa: F401  the first of four files on FullySharded
 from . import hooks  # noqa: F401
 from . import by_then  # noqa: F401

@@ -1,0 +1,280 @@
+"""Checks of `ShardedUnit`: weights that come and go."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import Trial, check, exercise
+
+from .models import settle
+from .units import FROZEN, SHAPES, copies, draw_tensors, make_parameters
+from .wire import SMALL
+
+exercise(
+    "ShardedUnit",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    hints=(
+        "Lay the parameters end to end (torch.cat of flat ones), pad to a multiple of n, broadcast from the "
+        "group's rank 0, and cut into n pieces: piece r is this rank's. A shard is what of a parameter lies "
+        "in it, a clone.",
+        "Keep one buffer for the whole weights. Give each parameter its stretch of it, once and for all: "
+        "parameter.data = buffer[start:end].view(parameter.shape).",
+        "To free is buffer.untyped_storage().resize_(0). To gather is resize_(num_bytes) and an all-gather "
+        "into buffer.chunk(n), with async_op=True: keep the handle, and wait for it in gather().",
+        "torch.cat gives what it joins one dtype: parameters of several dtypes need a buffer each.",
+    ),
+)
+
+TIMES = 0.5
+"""What the shards are multiplied by between two gathers."""
+
+
+def come_and_go(rank: Any, tensors: list[Tensor]) -> dict:
+    """What the parameters are after a gather; the same after the shards have changed, with delays or not."""
+    given = make_parameters(tensors, rank.device)
+    unit = rank.submission.ShardedUnit(iter(given), rank.group)
+    unit.free()
+    unit.gather()
+    first = copies(given)
+    with torch.no_grad():
+        for shard in unit.shards:
+            shard.mul_(TIMES)
+    unit.free()
+    unit.start_gather()
+    unit.gather()
+    second = copies(given)
+    unit.free()
+    unit.free()
+    return {
+        "first": first,
+        "second": second,
+        "same": [a is b for a, b in zip(unit.parameters, given, strict=False)],
+        "sizes": [tuple(shard.shape) for shard in unit.shards],
+        "trained": [shard.requires_grad for shard in unit.shards],
+        "leaves": [isinstance(shard, nn.Parameter) for shard in unit.shards],
+    }
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    tensors = draw_tensors(trial)
+    results = trial.run(come_and_go, per_rank=[(own,) for own in tensors])
+    return SimpleNamespace(results=results, tensors=tensors)
+
+
+def observe_with_delays(trial: Trial) -> SimpleNamespace:
+    tensors = draw_tensors(trial)
+    results = trial.run(come_and_go, per_rank=[(own,) for own in tensors], delays=True)
+    return SimpleNamespace(results=results, tensors=tensors)
+
+
+def require_gathered(trial: Trial, seen: Any, when: str, times: float, help: str) -> None:
+    for i, shape in enumerate(SHAPES):
+        own = [tensors[i] for tensors in seen.tensors]
+        found = [result[when][i] for result in seen.results]
+        alternatives: dict[str, Any] = {}
+        if trial.num_ranks > 1:
+            alternatives["each rank has its own weights: nobody told the others rank 0's"] = [
+                times * each for each in own
+            ]
+            joined = torch.stack(own)
+            if all(t.shape == own[0].shape and bool((times * joined == t).any(0).all()) for t in found):
+                told = "every rank's shard is cut out of its own weights: nobody told the others rank 0's"
+                alternatives[told] = found
+        if times != 1.0:
+            alternatives["it is what it was before the shards changed"] = own[0]
+        trial.close(
+            f"the parameter of shape {shape} after the {when} gather()",
+            found,
+            times * own[0],
+            alternatives=alternatives,
+            help=help,
+        )
+
+
+@check("ShardedUnit")
+def gathered_weights_are_rank_0s(trial: Trial) -> None:
+    """After gather() the given parameters have the weights of the group's rank 0."""
+    seen = trial.once(observe)
+    help = "Broadcast from the group's rank 0 before you cut. After gathering, leave the padding out."
+    require_gathered(trial, seen, "first", 1.0, help)
+
+
+@check("ShardedUnit")
+def a_gather_takes_the_shards_as_they_are(trial: Trial) -> None:
+    """When the shards have changed, the next gather() brings the new values."""
+    help = "The optimizer writes into the shards: lay out what you send when you send it."
+    require_gathered(trial, trial.once(observe), "second", TIMES, help)
+
+
+@check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
+def gather_waits_for_the_network(trial: Trial) -> None:
+    """On a network that takes its time the weights are as right as on a fast one."""
+    help = "start_gather() keeps the handle of its all-gather, and gather() calls its wait()."
+    require_gathered(trial, trial.once(observe_with_delays), "second", TIMES, help)
+
+
+@check("ShardedUnit")
+def shards_are_a_share(trial: Trial) -> None:
+    """`parameters` are those given, and `shards` flat parameters beside them: P/n numbers on each rank."""
+    seen, n = trial.once(observe), trial.num_ranks
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    counts = [sum(torch.Size(size).numel() for size in result["sizes"]) for result in seen.results]
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["same"] == [True] * len(SHAPES),
+            "unit.parameters are not the given parameters, in their order",
+            help="Keep the Parameter objects: modules have them. `iter(...)` can be gone through once.",
+            rank=r,
+        )
+        trial.require(
+            len(result["sizes"]) == len(SHAPES) and all(len(size) == 1 for size in result["sizes"]),
+            f"unit.shards have the shapes {result['sizes']}, for {len(SHAPES)} parameters",
+            help="One flat shard a parameter: torch.empty(0) where this rank has nothing of it.",
+            rank=r,
+        )
+        trial.require(
+            all(result["leaves"]) and result["trained"] == [i != FROZEN for i in range(len(SHAPES))],
+            f"the shards' requires_grad are {result['trained']}, and parameter {FROZEN} is frozen",
+            help="nn.Parameter(shard, parameter.requires_grad), for the optimizer.",
+            rank=r,
+        )
+        trial.require(
+            counts[r] <= sum(sizes) / n + max(sizes) + len(SHAPES),
+            f"its shards have {counts[r]} numbers, and the parameters {sum(sizes)}: a share is "
+            f"{sum(sizes) / n:.1f}",
+            help="Cut into n pieces; this rank keeps one, as a clone.",
+            rank=r,
+            cause="they are the whole parameters" if n > 1 and counts[r] >= sum(sizes) else "",
+        )
+    trial.require(sum(counts) >= sum(sizes), f"all ranks' shards have {sum(counts)} numbers, of {sum(sizes)}")
+
+
+ROWS = 64
+
+
+def look_at_memory(rank: Any, tensor: Tensor, x: Tensor) -> dict:
+    """Bytes alive when a unit is at rest, whole, and freed while autograd keeps its weights for backward."""
+    x = x.requires_grad_()
+    with rank.record(memory=True) as recording:
+        weight = nn.Parameter(tensor.clone().to(rank.device))
+        unit = rank.submission.ShardedUnit([weight], rank.group)
+        settle()
+        recording.mark("at rest")
+        unit.gather()
+        settle()
+        recording.mark("whole")
+        y = (x @ weight).sum()
+        unit.free()
+        settle()
+        recording.mark("freed")
+        unit.gather()
+        y.backward()
+        unit.free()
+        weight.grad = None
+        settle()
+        recording.mark("in the end")
+    return {"recording": recording, "gradient": x.grad.clone()}
+
+
+def observe_memory(trial: Trial) -> SimpleNamespace:
+    tensor, x = trial.normal(ROWS, ROWS), trial.normal(3, ROWS)
+    results = trial.run(look_at_memory, tensor, x)
+    return SimpleNamespace(results=results, expected=tensor.sum(1).expand(3, ROWS), size=4 * ROWS * ROWS)
+
+
+@check("ShardedUnit", world_sizes=(2, 4), subgroup=False)
+def freed_memory_is_gone(trial: Trial) -> None:
+    """After the constructor, and after free(), a rank has its share in memory, and the whole is gone."""
+    seen = trial.once(observe_memory)
+    share = seen.size // trial.num_ranks
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        for when, told in (
+            ("at rest", "after the constructor"),
+            ("freed", "after free(), while autograd keeps a view of the weight,"),
+            ("in the end", "after the last free()"),
+        ):
+            alive = recording.alive(when)
+            trial.require(
+                alive <= 1.1 * share + SMALL,
+                f"{told} {alive:,} bytes are alive on it: the weight is {seen.size:,}, a share {share:,}",
+                help="Views of a storage share its memory: `tensor.untyped_storage().resize_(0)` gives it "
+                "back for all of them.",
+                rank=r,
+                cause="the whole weight is still there" if alive >= seen.size else "",
+            )
+
+
+@check("ShardedUnit", world_sizes=(2, 4), subgroup=False)
+def kept_views_are_filled_again(trial: Trial) -> None:
+    """What autograd kept of a weight before free() is right again after the next gather()."""
+    seen = trial.once(observe_memory)
+    trial.close(
+        "the gradient of x through x @ weight, freed and gathered before backward",
+        [result["gradient"] for result in seen.results],
+        seen.expected,
+        help="Fill the same storage again (resize_(num_bytes)): new memory is not where autograd looks.",
+    )
+
+
+def send_for(rank: Any, tensors: list[Tensor]) -> dict:
+    given = make_parameters(tensors, rank.device)
+    unit = rank.submission.ShardedUnit(given, rank.group)
+    with rank.record() as recording:
+        recording.mark("start")
+        unit.start_gather()
+        recording.mark("start again")
+        unit.start_gather()
+        recording.mark("gather")
+        unit.gather()
+        recording.mark("gather again")
+        unit.gather()
+        unit.start_gather()
+        recording.mark("free")
+        unit.free()
+        recording.mark("start to free")
+        unit.start_gather()
+        recording.mark("free on its way")
+        unit.free()
+    return {"recording": recording}
+
+
+def observe_sending(trial: Trial) -> SimpleNamespace:
+    tensors = draw_tensors(trial)
+    return SimpleNamespace(results=trial.run(send_for, per_rank=[(own,) for own in tensors]))
+
+
+@check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
+def start_gather_does_not_wait(trial: Trial) -> None:
+    """start_gather() sends for the shards and does not wait; what is whole, or on its way, is not resent."""
+    for r, result in enumerate(trial.once(observe_sending).results):
+        recording = result["recording"]
+        started = recording.select(after="start")
+        trial.require(bool(started), "start_gather() sent nothing", help="It starts the all-gather.", rank=r)
+        trial.require(
+            all(event.asynchronous for event in started) and not recording.waits("start"),
+            "start_gather() waited until the shards had arrived",
+            help="dist.all_gather(..., async_op=True) returns a handle at once: keep it for gather().",
+            rank=r,
+        )
+        for when, told in (
+            ("start again", "start_gather()"),
+            ("gather", "gather()"),
+            ("gather again", "gather()"),
+        ):
+            more = recording.bytes(after=when)
+            trial.require(
+                not more,
+                f"{told} sent {more} bytes for weights that were whole or on their way already",
+                help="Remember that a gather was started, until free().",
+                rank=r,
+            )
+        trial.require(
+            recording.waits("free on its way") >= len(recording.select(after="start to free")) > 0,
+            "free() left a gather on its way: it would arrive in memory that was given back",
+            help="In free(), wait for what start_gather() has started, then shrink.",
+            rank=r,
+        )

@@ -1,0 +1,120 @@
+"""Checks of `gather_ahead`: the next gather is under way while a block computes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from grader.checks import Trial, check, exercise
+
+from .unit_hooks import (
+    STEPS,
+    in_blocks,
+    observe,
+    require_backward,
+    require_freed,
+    require_gradients,
+    require_outputs,
+)
+from .units import GATHERS, NUM_BLOCKS, num_bytes, sent_by, waited_by
+from .wire import SMALL
+
+exercise(
+    "gather_ahead",
+    world_sizes=(2, 1, 3),
+    subgroup=True,
+    uses=STEPS,
+    hints=(
+        "A pre-hook on block i, registered after the one that gathers unit i, can start the gather of unit "
+        "i + 1.",
+        "A hook on the output of block i, registered after the one that gathers unit i, can start the gather "
+        "of unit i - 1. start_gather() does not wait: that is what it is for.",
+    ),
+)
+
+
+def observe_ahead(trial: Trial) -> SimpleNamespace:
+    return observe(trial, 3)
+
+
+def started_by(recording: Any, mark: str) -> list[Any]:
+    """All that was started before a mark."""
+    marks = list(recording.totals)
+    before = marks[: marks.index(mark)]
+    return [e for e in recording.events if e.after in before]
+
+
+def gathered_since(recording: Any, mark: str, start: str) -> list[Any]:
+    return sent_by(recording, mark, GATHERS)[len(sent_by(recording, start, GATHERS)) :]
+
+
+@check("gather_ahead")
+def numbers_are_the_same_ahead(trial: Trial) -> None:
+    """Outputs and gradients are those of gathers that start late."""
+    seen = trial.once(observe_ahead)
+    require_outputs(trial, seen)
+    require_gradients(trial, seen)
+
+
+def require_ahead(trial: Trial, way: str, start: str) -> None:
+    """At each block's computation in `way`, the gather of the next was started, and nobody waited for it."""
+    seen = trial.once(observe_ahead)
+    order = list(range(NUM_BLOCKS)) if way == "forward" else list(reversed(range(NUM_BLOCKS)))
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        for turn, number in enumerate(order):
+            mark, due = f"{way} {number}", min(turn + 2, NUM_BLOCKS)
+            sent = gathered_since(recording, mark, start)
+            blocks = num_bytes(sent) / seen.block
+            trial.require(
+                blocks >= 0.9 * due,
+                f"while block {number} computes its {way}, {blocks:.1f} gathers were started, and "
+                f"with that of the next block they would be {due}",
+                help="start_gather() of the unit that comes next, right after this one's gather().",
+                rank=r,
+                cause="each gather starts when its own block is due" if blocks >= 0.9 * (turn + 1) else "",
+            )
+            trial.require(
+                blocks <= 1.3 * due + 0.3,
+                f"while block {number} computes its {way}, {blocks:.1f} gathers were started: {due} are due",
+                help="One block ahead: what is gathered earlier is memory for nothing.",
+                rank=r,
+                cause="everything is gathered at once" if turn == 0 else "",
+            )
+            if turn + 1 < NUM_BLOCKS:
+                trial.require(
+                    waited_by(recording, mark) < len(started_by(recording, mark)),
+                    f"while block {number} computes its {way}, nothing is on its way: all that was started "
+                    "has been waited for",
+                    help="start_gather() and no gather(): its own block waits for it.",
+                    rank=r,
+                    cause="the next block's gather was waited for at once",
+                )
+
+
+@check("gather_ahead", world_sizes=(2, 3), subgroup=False)
+def forward_gathers_ahead(trial: Trial) -> None:
+    """While a block computes its forward, the gather of the next one is under way."""
+    require_ahead(trial, "forward", "evaluated")
+
+
+@check("gather_ahead", world_sizes=(2, 3), subgroup=False)
+def backward_gathers_ahead(trial: Trial) -> None:
+    """While a block computes its backward, the gather of the one before is under way."""
+    require_ahead(trial, "backward", "between")
+
+
+@check("gather_ahead", world_sizes=(2, 3), subgroup=False)
+def two_units_at_most(trial: Trial) -> None:
+    """No more than two units are whole at a time, and none is when backward is over."""
+    seen = trial.once(observe_ahead)
+    for r, result in enumerate(seen.results):
+        for number in range(NUM_BLOCKS):
+            alive = result["recording"].alive(f"forward {number}") - seen.share
+            trial.require(
+                alive <= (3.3 + 0.12 * number) * seen.block + SMALL  # with activations, and pieces sent,
+                f"in the forward of block {number} {in_blocks(seen, alive)} are alive on it besides its "
+                "share",
+                help="Start one gather ahead, no more.",
+                rank=r,
+            )
+    require_backward(trial, seen, ahead=1)
+    require_freed(trial, seen, {"after": "after backward"}, 2, "Free what was gathered and not used.")

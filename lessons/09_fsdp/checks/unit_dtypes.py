@@ -1,0 +1,85 @@
+"""Checks of `ShardedUnit`: dtypes of shards, of gathered weights, and of what travels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check
+
+from .units import SHAPES, copies, make_parameters, num_bytes
+
+
+def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
+    """Dtypes of shards and weights, values, and what was gathered."""
+    given = make_parameters(tensors, rank.device)
+    settings = {"param_dtype": torch.bfloat16} if low else {}
+    unit = rank.submission.ShardedUnit(given, rank.group, **settings)
+    shards = [str(shard.dtype) for shard in unit.shards]
+    with rank.record() as recording:
+        unit.gather()
+    result = {
+        "shards": shards,
+        "dtypes": [str(p.dtype) for p in given],
+        "values": [copy.double() for copy in copies(given)],
+        "recording": recording,
+    }
+    unit.free()
+    return result
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+
+
+def mixed_tensors(trial: Trial) -> list[Tensor]:
+    return [trial.normal(*shape, dtype=dtype) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
+
+
+def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gathered: Any) -> None:
+    for r, result in enumerate(results):
+        for i, tensor in enumerate(tensors):
+            trial.require(
+                result["shards"][i] == str(tensor.dtype),
+                f"the shard of a parameter in {tensor.dtype} is in {result['shards'][i]}",
+                help="Shards keep the dtype of their parameter: lay out each dtype by itself.",
+                rank=r,
+            )
+            dtype = gathered or tensor.dtype
+            trial.require(
+                result["dtypes"][i] == str(dtype),
+                f"a parameter in {tensor.dtype} is in {result['dtypes'][i]} when it is gathered, and "
+                f"should be in {dtype}",
+                help="The buffer has the dtype of gathered weights, and so has what is sent.",
+                rank=r,
+            )
+            trial.close(
+                f"the gathered values of a parameter in {tensor.dtype}",
+                [each["values"][i] for each in results],
+                tensor.to(dtype).double(),
+                help="Nothing is rounded to another dtype on its way.",
+            )
+
+
+@check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
+def every_parameter_keeps_its_dtype(trial: Trial) -> None:
+    """Parameters of several dtypes in one unit keep them, in their shards and gathered."""
+    tensors = mixed_tensors(trial)
+    require_dtypes(trial, trial.run(mix, tensors, False), tensors, None)
+
+
+@check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
+def weights_travel_in_param_dtype(trial: Trial) -> None:
+    """With param_dtype=bfloat16, shards keep their dtype, and what travels and is gathered is bfloat16."""
+    tensors = mixed_tensors(trial)
+    results = trial.run(mix, tensors, True)
+    require_dtypes(trial, results, tensors, torch.bfloat16)
+    most = 2 * sum(tensor.numel() + 2 * trial.num_ranks for tensor in tensors)
+    for r, result in enumerate(results):
+        moved = num_bytes(result["recording"].events)
+        trial.require(
+            moved <= most,
+            f"{moved} bytes of weights travelled, and in bfloat16 they have no more than {most}",
+            help="Cast this rank's piece before you send it: piece.to(buffer.dtype).",
+            rank=r,
+            cause="they were cast when they had arrived" if moved > 1.4 * most else "",
+        )

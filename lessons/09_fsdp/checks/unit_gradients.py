@@ -1,0 +1,234 @@
+"""Checks of `reduce_gradients`: the whole gradients of a unit become the mean in its shards."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .units import FROZEN, SHAPES, draw_tensors, make_parameters, whole_gradients
+from .wire import SMALL, travelled
+
+exercise(
+    "reduce_gradients",
+    world_sizes=(2, 1, 4, 3),
+    subgroup=True,
+    uses=("ShardedUnit",),
+    hints=(
+        "Lay the gradients out as you laid out the weights, zeros where one is None: row r of n is what rank "
+        "r has shards of.",
+        "dist.reduce_scatter(row, list_of_n_rows, group=unit.group) gives this rank the sum of its row: "
+        "divide by n, and cut it into the shards' sizes.",
+        "A shard's .grad may be there from an earlier pass: add. Then set each whole parameter.grad to None.",
+    ),
+)
+
+MISSING = 1
+"""The parameter that has no gradient."""
+
+
+def give(given: list[Any], gradients: list[Tensor]) -> None:
+    for i, (parameter, gradient) in enumerate(zip(given, gradients, strict=True)):
+        parameter.grad = None if i in (FROZEN, MISSING) else gradient.clone().to(parameter.device)
+
+
+def reduce_twice(rank: Any, tensors: list[Tensor], first: list[Tensor], second: list[Tensor]) -> dict:
+    given = make_parameters(tensors, rank.device)
+    unit = rank.submission.ShardedUnit(given, rank.group)
+    unit.gather()
+    rank.submission.reduce_gradients(unit)  # there is none yet
+    untouched = [shard.grad is None for shard in unit.shards]
+    seen = {}
+    give(given, first)
+    with rank.record() as recording:
+        rank.submission.reduce_gradients(unit)
+    seen["left"] = [parameter.grad is not None for parameter in given]
+    seen["frozen"] = unit.shards[FROZEN].grad is not None
+    seen["dtypes"] = [str(shard.grad.dtype) for shard in unit.shards if shard.grad is not None]
+    once = [None if shard.grad is None else shard.grad.clone() for shard in unit.shards]
+    with rank.record() as silence:
+        rank.submission.reduce_gradients(unit)  # all are dropped: nothing is left to do
+    give(given, second)
+    rank.submission.reduce_gradients(unit)
+    twice = [None if shard.grad is None else shard.grad.clone() for shard in unit.shards]
+    for name, gradients in (("once", once), ("twice", twice)):
+        for shard, gradient in zip(unit.shards, gradients, strict=True):
+            shard.grad = gradient
+        seen[name] = whole_gradients([unit])
+    return seen | {"recording": recording, "silence": silence, "untouched": untouched}
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    tensors, first, second = (draw_tensors(trial) for _ in range(3))
+    per_rank = list(zip(tensors, first, second, strict=True))
+    results = trial.run(reduce_twice, per_rank=per_rank)
+    return SimpleNamespace(results=results, first=first, second=second)
+
+
+def by_parameter(gradients: list[list[Tensor]], i: int) -> Tensor:
+    """Of all ranks: (n, ...); zeros where a parameter has none."""
+    own = torch.stack([each[i] for each in gradients])
+    return torch.zeros_like(own) if i in (FROZEN, MISSING) else own
+
+
+@check("reduce_gradients")
+def shards_get_the_mean(trial: Trial) -> None:
+    """The shards' `.grad` are this rank's share of the mean of all ranks' gradients."""
+    seen, n = trial.once(observe), trial.num_ranks
+    for i, shape in enumerate(SHAPES):
+        own = by_parameter(seen.first, i)
+        alternatives = {
+            "it is the sum of the ranks' gradients: divide by the number of ranks": own.sum(0),
+            "it is rank 0's gradient": own[0],
+            "it is nothing": torch.zeros_like(own[0]),
+        }
+        found = [result["once"][i] for result in seen.results]
+        parts = all(bool((own == each).any(0).all()) for each in found if each.shape == own.shape[1:])
+        if n > 1 and parts and i not in (FROZEN, MISSING):
+            alternatives["each shard has its own rank's gradient: nothing was reduced"] = found
+        trial.close(
+            f"the gradient of the parameter of shape {shape}",
+            found,
+            own.mean(0),
+            alternatives=alternatives if n > 1 else {},
+            help="Reduce-scatter sums, in rows of one size: pad, divide by n, cut the padding off.",
+        )
+
+
+@check("reduce_gradients")
+def passes_add_up(trial: Trial) -> None:
+    """A second call adds the mean of the new gradients to what is there."""
+    seen = trial.once(observe)
+    for i, shape in enumerate(SHAPES):
+        first, second = (by_parameter(each, i).mean(0) for each in (seen.first, seen.second))
+        trial.close(
+            f"the gradient of the parameter of shape {shape} after two calls",
+            [result["twice"][i] for result in seen.results],
+            first + second,
+            alternatives={
+                "the second call's gradient replaced the first's": second,
+                "the first call's counts twice: is the whole gradient dropped?": 2 * first + second,
+            },
+            help="shard.grad = mean, or shard.grad + mean where there is one already.",
+        )
+
+
+@check("reduce_gradients", world_sizes=(2, 3))
+def whole_gradients_are_dropped(trial: Trial) -> None:
+    """Afterwards no whole gradient is left, and a unit without gradients sends nothing and gets none."""
+    for r, result in enumerate(trial.once(observe).results):
+        trial.require(
+            not any(result["left"]),
+            f"of the parameters' .grad, {sum(result['left'])} are still there",
+            help="parameter.grad = None, once it is reduced: a whole gradient is as large as the weight.",
+            rank=r,
+        )
+        trial.require(
+            all(result["untouched"]) and not result["silence"].events,
+            "a unit of which no parameter has a gradient was reduced all the same",
+            help="Return at once where all of them are None: frozen weights, or what no backward reached.",
+            rank=r,
+        )
+        trial.require(
+            not result["frozen"],
+            "the shard of a frozen parameter has a .grad",
+            help="AdamW decays whatever has a gradient, even one of zeros.",
+            rank=r,
+        )
+
+
+@check("reduce_gradients", world_sizes=(2, 4), subgroup=False)
+def p_elements_travel(trial: Trial) -> None:
+    """Each rank receives the mean of its own share alone: P elements travel, no all-reduce."""
+    n = trial.num_ranks
+    size = 8 * sum(torch.Size(shape).numel() + n * 7 for shape in SHAPES)
+    for r, result in enumerate(trial.once(observe).results):
+        sent = travelled(result["recording"], n)
+        trial.require(
+            not sent.all_reduced,
+            f"{sent.all_reduced // 2} bytes of gradients were all-reduced",
+            help="dist.reduce_scatter: half the bytes.",
+            rank=r,
+            cause="every rank got every mean, and threw most of it away",
+        )
+        trial.require(
+            0 < sent.total <= size + SMALL,
+            f"{sent.total} bytes of tensors travelled for gradients of {size} at most",
+            help="One reduce-scatter carries each gradient once.",
+            rank=r,
+        )
+
+
+LOW, HIGH = torch.bfloat16, torch.float32
+
+
+def reduce_low(rank: Any, tensors: list[Tensor], gradients: list[Tensor], high: bool) -> dict:
+    given = make_parameters(tensors, rank.device)
+    unit = rank.submission.ShardedUnit(
+        given, rank.group, param_dtype=LOW, reduce_dtype=HIGH if high else None
+    )
+    unit.gather()
+    give(given, gradients)
+    with rank.record() as recording:
+        rank.submission.reduce_gradients(unit)
+    dtypes = [str(shard.grad.dtype) for shard in unit.shards if shard.grad is not None]
+    for shard in unit.shards:  # gathering rounds to bfloat16: two halves are both exact enough
+        shard.grad = None if shard.grad is None else shard.grad.to(shard.dtype)
+    whole = whole_gradients([unit])
+    rest = [None if s.grad is None else s.grad - s.grad.to(LOW).to(s.dtype) for s in unit.shards]
+    for shard, gradient in zip(unit.shards, rest, strict=True):
+        shard.grad = gradient
+    low = whole_gradients([unit])
+    return {
+        "mean": [a.double() + b.double() for a, b in zip(whole, low, strict=True)],
+        "recording": recording,
+        "dtypes": dtypes,
+    }
+
+
+def observe_low(trial: Trial) -> SimpleNamespace:
+    tensors = draw_tensors(trial, HIGH)
+    gradients = draw_tensors(trial, LOW)
+    per_rank = list(zip(tensors, gradients, strict=True))
+    results = {
+        str(dtype): trial.run(reduce_low, per_rank=[(*each, dtype == HIGH) for each in per_rank])
+        for dtype in (HIGH, None)
+    }
+    return SimpleNamespace(results=results, gradients=gradients)
+
+
+@check("reduce_gradients", world_sizes=(2, 3), subgroup=False)
+def sums_are_in_reduce_dtype(trial: Trial) -> None:
+    """Gradients are summed in the unit's reduce_dtype, or as they are; means have the shards' dtype."""
+    seen = trial.once(observe_low)
+    for asked, dtype in ((HIGH, HIGH), (None, LOW)):
+        results = seen.results[str(asked)]
+        told = f"with reduce_dtype={str(asked).removeprefix('torch.')}"
+        for r, result in enumerate(results):
+            kinds = {e.dtype for e in result["recording"].events if e.num_bytes > 8}
+            trial.require(
+                kinds == {str(dtype).removeprefix("torch.")},
+                f"{told}, gradients travelled in {', '.join(sorted(kinds)) or 'no dtype'}",
+                help="gradient.to(reduce_dtype) before the reduce-scatter, where there is one.",
+                rank=r,
+            )
+            trial.require(
+                set(result["dtypes"]) == {str(HIGH)},
+                f"{told}, the shards are in {HIGH}, and their .grad in {', '.join(set(result['dtypes']))}",
+                help="mean.to(shard.dtype): an optimizer in fp32 wants gradients in fp32.",
+                rank=r,
+            )
+    for i, shape in enumerate(SHAPES):
+        own = by_parameter(seen.gradients, i).double()
+        trial.close(
+            f"the mean in float32 of bfloat16 gradients of shape {shape}",
+            [result["mean"][i] for result in seen.results[str(HIGH)]],
+            own.mean(0),
+            rtol=1e-4,
+            alternatives={
+                "it was rounded to bfloat16": own.sum(0).to(LOW).div(trial.num_ranks).to(LOW).double()
+            },
+            help="Cast first, then sum.",
+        )

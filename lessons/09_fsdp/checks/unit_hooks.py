@@ -1,0 +1,298 @@
+"""Checks of `gather_in_forward` and `gather_in_backward`: when a block's weights come and go."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+
+from .models import build, settle
+from .units import (
+    GATHERS,
+    NUM_BLOCKS,
+    REDUCES,
+    WIDTH,
+    bytes_of_block,
+    chain,
+    num_bytes,
+    sent_by,
+    watch,
+    whole_gradients,
+)
+from .wire import SMALL
+
+STEPS = ("ShardedUnit", "reduce_gradients", "gather_in_forward", "gather_in_backward")
+
+exercise(
+    "gather_in_forward",
+    world_sizes=(2, 1, 3),
+    subgroup=True,
+    uses=STEPS[:1],
+    hints=(
+        "block.register_forward_pre_hook(f) calls f(block, args) before each forward.",
+        "block.register_forward_hook(f) calls f(block, args, output) after it. What f returns, unless it is "
+        "None, replaces the output.",
+    ),
+)
+exercise(
+    "gather_in_backward",
+    world_sizes=(2, 1, 3),
+    subgroup=True,
+    uses=STEPS[:3],
+    hints=(
+        "In a forward hook, x.register_hook(f) has f(gradient) called when the gradient of the block's "
+        "output is complete: backward is about to enter the block. Under no_grad, x has no gradient to wait for.",
+        "By then everything that the block after it has to do is done: reduce and free that one, then gather "
+        "this one. Remember in a list which one is at work.",
+        "Nothing enters the block before the first. "
+        "torch.autograd.Variable._execution_engine.queue_callback(f), called from a hook, has f called when "
+        "this backward is over.",
+    ),
+)
+
+
+def step_on_ranks(rank: Any, depth: int, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    """A forward of blocks under no_grad, then passes through them: what came out, and what happened when."""
+    submission = rank.submission
+    with rank.record(memory=True) as recording:
+        blocks = build(chain, seed, torch.float64).to(rank.device)
+        units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
+        for block, unit in zip(blocks, units, strict=True):
+            submission.gather_in_forward(block, unit)
+        if depth >= 2:
+            submission.gather_in_backward(list(blocks), units)
+        if depth >= 3:
+            submission.gather_ahead(list(blocks), units)
+        settle()
+        recording.mark("at rest")
+        with torch.no_grad():
+            evaluated = blocks(batches[0][0]).clone()
+        settle()
+        recording.mark("evaluated")
+        for unit in units:
+            with torch.no_grad():
+                for shard in unit.shards:
+                    shard.mul_(0.5)
+        handles = watch(blocks, recording)
+        output = blocks(batches[0][0])
+        settle()
+        recording.mark("between")
+        if depth >= 2:
+            (output * batches[0][1]).sum().backward()
+        result = output.detach().clone()
+        del output
+        settle()
+        recording.mark("after")
+    for handle in handles:
+        handle.remove()
+    gradients: list[Tensor] = []
+    if depth >= 2:
+        (blocks(batches[1][0]) * batches[1][1]).sum().backward()
+        gradients = whole_gradients(units)
+    return {
+        "evaluated": evaluated,
+        "output": result,
+        "gradients": gradients,
+        "recording": recording,
+    }
+
+
+def observe(trial: Trial, depth: int) -> SimpleNamespace:
+    n = trial.num_ranks
+    numbers = [trial.seed() for _ in range(n)]
+    batches = [[(trial.normal(2, WIDTH, dtype=torch.float64), trial.normal(2, WIDTH, dtype=torch.float64))
+                for _ in range(2)] for _ in range(n)]  # fmt: skip
+    results = trial.run(step_on_ranks, depth, per_rank=list(zip(numbers, batches, strict=True)))
+    before, model = (build(chain, numbers[0], torch.float64) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    outputs, gradients = [], []
+    for own in batches:
+        outputs.append(model(own[0][0]).detach())
+        by_pass = []
+        for x, upstream in own:
+            model.zero_grad()
+            (model(x) * upstream).sum().backward()
+            by_pass.append([parameter.grad.clone() for parameter in model.parameters()])
+        gradients.append(by_pass)
+    with torch.no_grad():
+        evaluated = [before(own[0][0]) for own in batches]
+        stale = [before(own[0][0]) for own in batches]
+    block = bytes_of_block(model[0])
+    return SimpleNamespace(
+        results=results,
+        evaluated=evaluated,
+        outputs=outputs,
+        stale=stale,
+        gradients=gradients,
+        names=[name for name, _ in model.named_parameters()],
+        block=block,
+        share=NUM_BLOCKS * (block // n + 64 * n),
+    )
+
+
+def observe_forward(trial: Trial) -> SimpleNamespace:
+    return observe(trial, 1)
+
+
+def observe_backward(trial: Trial) -> SimpleNamespace:
+    return observe(trial, 2)
+
+
+def require_outputs(trial: Trial, seen: Any) -> None:
+    help = "Every block needs its whole weights, as the shards are by then, before it computes."
+    trial.close(
+        "the output of the blocks under no_grad",
+        [result["evaluated"] for result in seen.results],
+        seen.evaluated,
+        help=help,
+    )
+    trial.close(
+        "the output of the blocks, all shards having been multiplied by 0.5,",
+        [result["output"] for result in seen.results],
+        seen.outputs,
+        alternatives={"it is that of the weights before": seen.stale},
+        help=help,
+    )
+
+
+def require_gradients(trial: Trial, seen: Any) -> None:
+    n = trial.num_ranks
+    for i, name in enumerate(seen.names):
+        own = torch.stack([torch.stack([by_pass[i] for by_pass in each]) for each in seen.gradients])
+        alternatives = {  # (n, 2, ...)
+            "the first backward's is lost": own[:, 1].mean(0),
+            "the last backward's is missing": own[:, 0].mean(0),
+            "the first backward's counts twice": (2 * own[:, 0] + own[:, 1]).mean(0),
+            "nothing was reduced into the shards": torch.zeros_like(own[0, 0]),
+        }
+        if n > 1:
+            alternatives["it is the sum of the ranks' gradients"] = own.sum(1).sum(0)
+        trial.close(
+            f"the gradient of {name} (of {NUM_BLOCKS} blocks) after two backward passes",
+            [result["gradients"][i] for result in seen.results],
+            own.sum(1).mean(0),
+            alternatives=alternatives,
+            help="Every block's gradients are reduced once in each backward, the first block's at its end.",
+        )
+
+
+def in_blocks(seen: Any, size: float) -> str:
+    return f"{size:,.0f} bytes, as much as {size / seen.block:.1f} of {NUM_BLOCKS} blocks,"
+
+
+def require_freed(trial: Trial, seen: Any, moments: dict[str, str], shares: int, help: str) -> None:
+    """At these moments, no more is alive than shares, and what a few small activations take."""
+    for r, result in enumerate(seen.results):
+        for when, told in moments.items():
+            alive = result["recording"].alive(when) - shares * seen.share
+            trial.require(
+                alive <= 0.7 * seen.block + SMALL,
+                f"{told} {in_blocks(seen, alive)} are alive on it besides its share",
+                help=help,
+                rank=r,
+                cause="no block was freed" if alive > (NUM_BLOCKS - 1) * seen.block / 2 else "",
+            )
+
+
+@check("gather_in_forward")
+def outputs_are_the_dense_blocks(trial: Trial) -> None:
+    """The blocks compute what they do with the whole weights, each time with those of the shards by then."""
+    require_outputs(trial, trial.once(observe_forward))
+
+
+@check("gather_in_forward", world_sizes=(2, 3), subgroup=False)
+def a_forward_leaves_nothing_whole(trial: Trial) -> None:
+    """Before, between and after forwards, no block is whole: only shards and activations are alive."""
+    moments = {
+        "at rest": "before the first forward",
+        "evaluated": "after a forward under no_grad",
+        "between": "after a forward, before backward",
+    }
+    help = "unit.free() in a forward hook of the block."
+    require_freed(trial, trial.once(observe_forward), moments, 1, help)
+
+
+@check("gather_in_forward", world_sizes=(2, 3), subgroup=False)
+def a_block_is_gathered_when_it_computes(trial: Trial) -> None:
+    """Each forward gathers every block once, right before it computes: not all of them first."""
+    seen = trial.once(observe_forward)
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        early = num_bytes(e for e in recording.select() if e.after == "" and e.kind == "all_gather")
+        trial.require(
+            early <= SMALL,
+            f"{early:,} bytes of weights were gathered before any forward",
+            help="The hooks gather, each time: there is nothing to gather when they are registered.",
+            rank=r,
+        )
+        before = num_bytes(sent_by(recording, "evaluated", GATHERS)) - num_bytes(
+            sent_by(recording, "at rest", GATHERS)
+        )
+        for number in range(NUM_BLOCKS):
+            mark = f"forward {number}"
+            moved = num_bytes(sent_by(recording, mark, GATHERS)) - num_bytes(
+                sent_by(recording, "evaluated", GATHERS)
+            )
+            trial.require(
+                0.9 * (number + 1) <= moved / seen.block <= 1.3 * (number + 1) + 0.5,
+                f"when block {number} computes, {moved / seen.block:.1f} blocks have been gathered in this "
+                f"forward, and {number + 1} are due",
+                help="A forward pre-hook on each block gathers the unit of that block.",
+                rank=r,
+            )
+        trial.require(
+            0.9 <= before / (NUM_BLOCKS * seen.block) <= 1.3,
+            f"a forward gathered {before / seen.block:.1f} blocks, and there are {NUM_BLOCKS}",
+            rank=r,
+        )
+
+
+@check("gather_in_backward")
+def shards_have_the_mean_gradients(trial: Trial) -> None:
+    """After backward the shards' `.grad` are the means over the ranks; two backward passes add up."""
+    seen = trial.once(observe_backward)
+    require_outputs(trial, seen)
+    require_gradients(trial, seen)
+
+
+@check("gather_in_backward", world_sizes=(2, 3), subgroup=False)
+def backward_holds_one_block_at_a_time(trial: Trial) -> None:
+    """Where backward computes, one block is whole, with its gradients: those behind are reduced and freed."""
+    require_backward(trial, trial.once(observe_backward), ahead=0)
+
+
+@check("gather_in_backward", world_sizes=(2, 3), subgroup=False)
+def backward_leaves_shards_and_gradients(trial: Trial) -> None:
+    """When backward is over, shards and their gradients are alive, and nothing else: no block is left."""
+    help = "The last block that backward is in has no next one: queue_callback has its turn when all is over."
+    require_freed(trial, trial.once(observe_backward), {"after": "after backward"}, 2, help)
+
+
+def require_backward(trial: Trial, seen: Any, ahead: int) -> None:
+    """What is whole at each block's backward, what was gathered, and what was reduced by then."""
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        for number in reversed(range(NUM_BLOCKS)):
+            mark, behind = f"backward {number}", NUM_BLOCKS - 1 - number
+            trial.require(mark in recording.alive_at, f"backward never came to block {number}", rank=r)
+            alive = recording.alive(mark) - (1 + behind / NUM_BLOCKS) * seen.share
+            trial.require(
+                alive <= (2.9 + 1.4 * ahead) * seen.block + SMALL  # with what is on its way,
+                f"in the backward of block {number} {in_blocks(seen, alive)} are alive on it besides its "
+                "shares: one block and its gradients are two",
+                help="When backward enters a block, reduce and free the one that it comes from, then gather.",
+                rank=r,
+                cause="blocks stay whole, or their gradients stay" if behind > 1 else "",
+            )
+            reduced = num_bytes(sent_by(recording, mark, REDUCES))
+            trial.require(
+                reduced >= 0.9 * behind * seen.block,
+                f"when backward computes block {number}, the gradients of {reduced / seen.block:.1f} blocks "
+                f"have been reduced, and {behind} are complete",
+                help="Reduce a block's gradients when backward enters the block before it.",
+                rank=r,
+            )

@@ -1,0 +1,107 @@
+"""What the checks of the steps to `FullySharded` share: parameters, blocks, and looks at them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import Recording, Trial
+
+SHAPES = ((5, 3), (1,), (7,), (4, 6))
+"""Sizes that do not divide by 2, 3 or 4, one number alone."""
+FROZEN = 2
+"""Which of them is frozen."""
+WIDTH = 12
+NUM_BLOCKS = 6
+
+
+class Piece(nn.Module):
+    """A block: two layers, and between them a place to look from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.look, self.down = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Identity(),
+            nn.Linear(3 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.look(self.up(x)).tanh())
+
+
+def chain() -> nn.Sequential:
+    """Blocks that compute one after the other."""
+    return nn.Sequential(*(Piece() for _ in range(NUM_BLOCKS)))
+
+
+def bytes_of_block(block: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in block.parameters())
+
+
+def make_parameters(
+    tensors: Sequence[Tensor], device: Any, frozen: int | None = FROZEN
+) -> list[nn.Parameter]:
+    return [nn.Parameter(t.clone().to(device), i != frozen) for i, t in enumerate(tensors)]
+
+
+def draw_tensors(trial: Trial, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    """By rank, a tensor for each shape: every rank's are its own."""
+    return [[trial.normal(*shape, dtype=dtype) for shape in SHAPES] for _ in range(trial.num_ranks)]
+
+
+def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@torch.no_grad()
+def whole_gradients(units: Sequence[Any], factor: float = 1.0) -> list[Tensor]:
+    """What is in the shards' `.grad`, made whole by the unit itself: the shards are given these values."""
+    for unit in units:
+        for shard in unit.shards:
+            shard.copy_(torch.zeros_like(shard) if shard.grad is None else factor * shard.grad)
+        unit.free()
+        unit.gather()
+    found = [copy for unit in units for copy in copies(unit.parameters)]
+    for unit in units:
+        unit.free()
+    return found
+
+
+def watch(blocks: Sequence[nn.Module], recording: Any) -> list[Any]:
+    """Mark the moments in which a block computes: "forward 3", and the same block's "backward 3".
+
+    What it returns are the handles of its hooks.
+    """
+
+    def see(number: int, x: Tensor) -> None:
+        recording.mark(f"forward {number}")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: recording.mark(f"backward {number}"))
+
+    return [
+        block.look.register_forward_hook(lambda look, args, x, number=number: see(number, x))
+        for number, block in enumerate(blocks)
+    ]
+
+
+def sent_by(recording: Recording, mark: str, kinds: Sequence[str]) -> list[Any]:
+    """The events of these kinds before a mark; all of them if there was no such mark."""
+    marks = list(recording.totals)
+    before = marks[: marks.index(mark)] if mark in marks else marks
+    return [e for e in recording.events if e.after in before and e.kind in kinds]
+
+
+def waited_by(recording: Recording, mark: str) -> int:
+    """How many handles were waited for before a mark."""
+    marks = list(recording.totals)
+    return sum(recording.totals[name].waits for name in marks[: marks.index(mark)])
+
+
+GATHERS = ("all_gather", "broadcast", "gather", "scatter", "all_to_all", "send")
+REDUCES = ("reduce_scatter", "reduce", "all_to_all", "send")
+
+
+def num_bytes(events: Sequence[Any]) -> int:
+    return sum(event.num_bytes for event in events)
