@@ -110,7 +110,7 @@ def two_units_at_most(trial: Trial) -> None:
         for number in range(NUM_BLOCKS):
             alive = result["recording"].alive(f"forward {number}") - seen.share
             trial.require(
-                alive <= (3.3 + 0.12 * number) * seen.block + SMALL  # with activations, and pieces sent,
+                alive <= (3.3 + 0.12 * number) * seen.block + SMALL,  # with activations, and pieces sent
                 f"in the forward of block {number} {in_blocks(seen, alive)} are alive on it besides its "
                 "share",
                 help="Start one gather ahead, no more.",

@@ -43,7 +43,8 @@ exercise(
     uses=STEPS[:3],
     hints=(
         "In a forward hook, x.register_hook(f) has f(gradient) called when the gradient of the block's "
-        "output is complete: backward is about to enter the block. Under no_grad, x has no gradient to wait for.",
+        "output is complete: backward is about to enter the block. Under no_grad, x has no gradient to "
+        "wait for.",
         "By then everything that the block after it has to do is done: reduce and free that one, then gather "
         "this one. Remember in a list which one is at work.",
         "Nothing enters the block before the first. "
@@ -281,7 +282,7 @@ def require_backward(trial: Trial, seen: Any, ahead: int) -> None:
             trial.require(mark in recording.alive_at, f"backward never came to block {number}", rank=r)
             alive = recording.alive(mark) - (1 + behind / NUM_BLOCKS) * seen.share
             trial.require(
-                alive <= (2.9 + 1.4 * ahead) * seen.block + SMALL  # with what is on its way,
+                alive <= (2.9 + 1.4 * ahead) * seen.block + SMALL,  # with what is on its way
                 f"in the backward of block {number} {in_blocks(seen, alive)} are alive on it besides its "
                 "shares: one block and its gradients are two",
                 help="When backward enters a block, reduce and free the one that it comes from, then gather.",
