@@ -264,8 +264,10 @@ def require_another_end(trial: Trial, make: Any, kind: str, help: str) -> None:
     require_end(trial, ends, make, kind, help)
 
 
-def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str) -> None:
-    seen = trial.once(observe_training)
+def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str, seen: Any = None) -> None:
+    """The ends are one process's, of what `seen` has drawn: what the first checks have, unless it is given."""
+    usual = seen is None
+    seen = seen or trial.once(observe_training)
     expected = expected_weights(trial, make, seen.seed, seen.by_rank, kind)
     for r, end in enumerate(ends):
         table, head = (end.get(name) for name in TWINS)
@@ -278,7 +280,7 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str)
         )
 
     def explain() -> str:
-        if make is not odd_gpt:
+        if make is not odd_gpt or not usual:
             return ""
         try:
             steps = trial.once(observe_a_step)

@@ -1,0 +1,97 @@
+"""Checks of `FullySharded` with `prefetch`: the next block's gather is under way while one computes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check
+
+from .fully_sharded import full, plain, require_end, run
+from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds, settle
+from .residency import watch
+from .training import train
+from .units import GATHERS, num_bytes, sent_by
+from .wire import SMALL, padded_bytes
+
+
+def train_ahead(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The weights at the end of training with prefetch."""
+    model = build(odd_gpt, seed, torch.float64).to(rank.device)
+    sharded = rank.submission.FullySharded(model, rank.group, prefetch=True)
+    train(sharded, batches, "SGD", plain)
+    return full(sharded)
+
+
+@check("FullySharded", world_sizes=(2, 3), subgroup=False)
+def prefetch_changes_no_number(trial: Trial) -> None:
+    """With prefetch, two steps of SGD end at one process's weights, also on a network that takes its time."""
+    numbers, by_rank = seeds(trial), draw(trial, 3)
+    per_rank = list(zip(numbers, by_rank, strict=True))
+    ends = run(trial, train_ahead, per_rank=per_rank, delays=True)
+    seen = SimpleNamespace(seed=numbers[0], by_rank=by_rank)
+    require_end(trial, ends, odd_gpt, "SGD", "A block waits for its own gather before it computes.", seen)
+
+
+def step_ahead(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+    """A step with prefetch: what was gathered by when, and what was alive."""
+    with rank.record(memory=True) as recording:
+        model = build(deep_gpt, seed).to(rank.device)
+        watch(model, recording)
+        sharded = rank.submission.FullySharded(model, rank.group, prefetch=True)
+        del model
+        settle()
+        recording.mark("step")
+        sharded(*batch)[1].backward()
+    return {"recording": recording}
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    batch = (trial.tokens(DEEP.vocab_size, 1, 2), trial.tokens(DEEP.vocab_size, 1, 2))
+    model = build(deep_gpt, 0)
+    block = bytes_of(model.transformer.h[0])
+    return SimpleNamespace(
+        results=run(trial, step_ahead, trial.seed(), batch),
+        block=block,
+        outside=bytes_of(model) - DEEP.n_layer * block,
+        share=padded_bytes(model, trial.num_ranks) // trial.num_ranks,
+    )
+
+
+@check("FullySharded", world_sizes=(2, 4), subgroup=False)
+def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
+    """With prefetch, the gather of the block that comes next has started when a block computes; no further one."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        recording = result["recording"]
+        for way, first in (("forward", 0), ("backward", DEEP.n_layer)):
+            for turn in range(DEEP.n_layer):
+                number = turn if way == "forward" else DEEP.n_layer - 1 - turn
+                due = first + min(turn + 2, DEEP.n_layer)
+                sent = sent_by(recording, f"{way} {number}", GATHERS)
+                before = sent_by(recording, "step", GATHERS)
+                blocks = (num_bytes(sent) - num_bytes(before)) / seen.block
+                trial.require(
+                    blocks >= 0.9 * due,
+                    f"in the {way} of block {number}, {blocks:.1f} blocks were gathered or on their way in this "
+                    f"step, and {due} are due",
+                    help="Start the next block's gather right after this one's.",
+                    rank=r,
+                    cause="each gather starts when its own block is due" if blocks >= 0.9 * due - 1 else "",
+                )
+                trial.require(
+                    blocks <= 1.15 * due + 0.5,
+                    f"in the {way} of block {number}, {blocks:.1f} blocks were gathered or on their way in this "
+                    f"step, and {due} are due",
+                    help="One block ahead, and no more: each takes memory.",
+                    rank=r,
+                )
+        for number in range(DEEP.n_layer):
+            alive = recording.alive(f"forward {number}") - seen.share - 2 * seen.outside
+            trial.require(
+                alive <= 4.2 * seen.block + SMALL,  # two whole, in a buffer and in its tensors
+                f"in the forward of block {number} {alive / seen.block:.1f} blocks are alive on it",
+                help="Free a block after its forward: two at most are whole, or on their way.",
+                rank=r,
+            )
