@@ -121,18 +121,32 @@ class ShardedGradients(nn.Module):
         pass
 
 
+def collect(shard, shape, dtype, group):
+    """Start to gather a weight; what is returned waits for it."""
+    rows = -(-shape[0] // group.size())
+    mine = torch.cat([shard.detach(), shard.new_zeros(rows - shard.size(0), *shape[1:])]).to(dtype)
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    work = dist.all_gather(parts, mine, group=group, async_op=True)
+
+    def finish():
+        work.wait()
+        return torch.cat(parts)[: shape[0]]
+
+    return finish
+
+
 class Whole:
     """One block's weights: shards by rows, and whole tensors that come and go."""
 
-    def __init__(self, owners, group):
-        self.group = group
+    def __init__(self, owners, group, param_dtype, reduce_dtype):
+        self.group, self.reduce_dtype = group, reduce_dtype
         self.entries = []
         for p, places in owners.items():
             dist.broadcast(p.detach(), group=group, group_src=0)
             rows = -(-p.size(0) // group.size())
             mine = p.detach()[group.rank() * rows :][:rows].clone()
             shard = nn.Parameter(mine, p.requires_grad)
-            leaf = p.detach().clone().requires_grad_(p.requires_grad)
+            leaf = p.detach().to(param_dtype, copy=True).requires_grad_(p.requires_grad)
             self.entries.append((shard, leaf, leaf.shape, places))
             if p.requires_grad:
                 for hook in (p._backward_hooks or {}).values():
@@ -141,39 +155,46 @@ class Whole:
             for module, name in places:
                 setattr(module, name, shard)
         self.trained = sum(1 for entry in self.entries if entry[1].requires_grad)
-        self.there, self.count = True, 0
+        self.there, self.count, self.flying = True, 0, []
+        self.before = self.after = None  # whole ones to be sent for ahead, in backward and in forward
         self.free()
+
+    @torch.no_grad()
+    def start(self):
+        if not self.there and not self.flying:
+            self.flying = [
+                collect(shard, shape, leaf.dtype, self.group) for shard, leaf, shape, _ in self.entries
+            ]
 
     @torch.no_grad()
     def gather(self):
         if self.there:
             return
-        n = self.group.size()
-        for shard, leaf, shape, places in self.entries:
-            rows = -(-shape[0] // n)
-            mine = torch.cat([shard.detach(), shard.new_zeros(rows - shard.size(0), *shape[1:])])
-            parts = [torch.empty_like(mine) for _ in range(n)]
-            dist.all_gather(parts, mine, group=self.group)
-            leaf.data = torch.cat(parts)[: shape[0]]
+        self.start()
+        for (_, leaf, _, places), finish in zip(self.entries, self.flying, strict=True):
+            leaf.data = finish()
             for module, name in places:
                 module.__dict__[name] = leaf
-        self.there = True
+        self.there, self.flying = True, []
 
     def free(self):
+        for finish in self.flying:
+            finish()
         for _, leaf, _, places in self.entries:
             leaf.data = leaf.data.new_empty(0)
             for module, name in places:
                 module.__dict__.pop(name, None)
-        self.there = False
+        self.there, self.flying = False, []
 
     def arrived(self, leaf):
         n = self.group.size()
         shard, _, shape, _ = next(entry for entry in self.entries if entry[1] is leaf)
         rows = -(-shape[0] // n)
         gradient = torch.cat([leaf.grad, leaf.new_zeros(n * rows - shape[0], *shape[1:])])
+        gradient = gradient.to(self.reduce_dtype or gradient.dtype)
         mean = torch.empty_like(gradient[:rows])
         dist.reduce_scatter(mean, list(gradient.split(rows)), op=dist.ReduceOp.SUM, group=self.group)
-        mean = mean[: shard.size(0)] / n
+        mean = (mean[: shard.size(0)] / n).to(shard.dtype)
         leaf.grad = None
         shard.grad = mean if shard.grad is None else shard.grad + mean
         self.count += 1
@@ -191,28 +212,40 @@ class Whole:
         if isinstance(packed, torch.Tensor):
             return packed
         self.gather()
+        if self.before:
+            self.before.start()
         i, *layout = packed
         return self.entries[i][1].detach().as_strided(*layout)
 
 
 class FullySharded(nn.Module):
-    def __init__(self, module, group):
+    def __init__(self, module, group, *, param_dtype=None, reduce_dtype=None, prefetch=False):
         super().__init__()
-        self.gpt, places = module, {}
+        self.gpt, self.group, places = module, group, {}
         for part in module.modules():
             for name, p in list(part.named_parameters(recurse=False)):
                 places.setdefault(p, []).append((part, name))
+        self.names = {place: n for n, place in self.named_places()}
         self.wholes = []
         for block in module.transformer.h:
-            unit = Whole({p: places.pop(p) for p in list(block.parameters())}, group)
+            own = {p: places.pop(p) for p in list(block.parameters())}
+            unit = Whole(own, group, param_dtype, reduce_dtype)
             block.forward = self.wrapped(block.forward, unit)
             self.wholes.append(unit)
-        self.outside = Whole(places, group)
+        for one, next_one in zip(self.wholes, self.wholes[1:], strict=False) if prefetch else ():
+            one.after, next_one.before = next_one, one
+        self.outside = Whole(places, group, param_dtype, reduce_dtype)
+
+    def named_places(self):
+        for n, _ in self.gpt.named_parameters(remove_duplicate=False):
+            yield n, (self.gpt.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2])
 
     @staticmethod
     def wrapped(forward, unit):
         def run(x):
             unit.gather()
+            if unit.after:
+                unit.after.start()
             with torch.autograd.graph.saved_tensors_hooks(unit.pack, unit.unpack):
                 y = forward(x)
             unit.free()
@@ -221,7 +254,8 @@ class FullySharded(nn.Module):
         return run
 
     def forward(self, idx, targets=None):
-        self.outside.free()
+        for unit in (*self.wholes, self.outside):
+            unit.free()
         self.outside.gather()
         with torch.autograd.graph.saved_tensors_hooks(self.outside.pack, self.outside.unpack):
             outputs = self.gpt(idx, targets)
@@ -230,16 +264,11 @@ class FullySharded(nn.Module):
         return outputs
 
     def full_state_dict(self):
-        units = [*self.wholes, self.outside]
-        for unit in units:
-            unit.gather()
-        names = [n for n, _ in self.gpt.named_parameters(remove_duplicate=False)]
-        state = {
-            n: self.gpt.get_submodule(n.rpartition(".")[0]).__dict__[n.rpartition(".")[2]] for n in names
-        }
-        state = {n: t.detach().clone() for n, t in state.items()}
-        for unit in units:
-            unit.free()
+        state = {}
+        for unit in (*self.wholes, self.outside):
+            for shard, _, shape, places in unit.entries:
+                whole = collect(shard, shape, shard.dtype, self.group)()
+                state |= {self.names[place]: whole for place in places}
         return state
 
 

@@ -118,17 +118,27 @@ def cut(tensor, group):
     return padded.view(group.size(), size)
 
 
-def join(shard, shape, group):
+def join(shard, shape, group, dtype=None):
+    return start_join(shard, shape, group, dtype)()
+
+
+def start_join(shard, shape, group, dtype=None):
+    shard = shard.detach().to(dtype or shard.dtype)
     parts = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(parts, shard.detach(), group=group)
-    return torch.cat(parts)[: shape.numel()].view(shape)
+    work = dist.all_gather(parts, shard, group=group, async_op=True)
+
+    def finish():
+        work.wait()
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    return finish
 
 
-def mean_of_shard(gradient, group, hooks=()):
+def mean_of_shard(gradient, group, hooks, dtypes):
     for hook in hooks:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
-    rows = cut(gradient, group)
+    rows = cut(gradient.to(dtypes["reduce"] or gradient.dtype), group)
     mean = torch.empty_like(rows[0])
     dist.reduce_scatter(mean, list(rows), group=group)
     return mean / group.size()
@@ -136,61 +146,74 @@ def mean_of_shard(gradient, group, hooks=()):
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shard, shape, hooks, group):
-        ctx.hooks, ctx.group = hooks, group
-        return join(shard, shape, group)
+    def forward(ctx, shard, shape, hooks, group, dtypes):
+        ctx.hooks, ctx.group, ctx.dtypes, ctx.own = hooks, group, dtypes, shard.dtype
+        return join(shard, shape, group, dtypes["param"])
 
     @staticmethod
     def backward(ctx, gradient):
-        return mean_of_shard(gradient, ctx.group, ctx.hooks), None, None, None
+        return mean_of_shard(gradient, ctx.group, ctx.hooks, ctx.dtypes).to(ctx.own), None, None, None, None
 
 
 class Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, block, names, shapes, hooks, group, *shards):
-        ctx.save_for_backward(x, *shards)
-        ctx.rest = block, names, shapes, hooks, group, torch.get_rng_state()
-        whole = {n: join(s, shape, group) for n, s, shape in zip(names, shards, shapes, strict=True)}
-        return functional_call(block, whole, (x,))
+    def forward(ctx, x, unit, *shards):
+        ctx.save_for_backward(x)
+        ctx.rest = unit, torch.get_rng_state()
+        return functional_call(unit.hidden[0], unit.take(unit.neighbours["after"]), (x,))
 
     @staticmethod
     def backward(ctx, gradient):
-        x, *shards = ctx.saved_tensors
-        block, names, shapes, hooks, group, state = ctx.rest
-        needed = ctx.needs_input_grad[6:]
+        (x,) = ctx.saved_tensors
+        unit, state = ctx.rest
+        needed = ctx.needs_input_grad[2:]
         now = torch.get_rng_state()
         with torch.enable_grad():
             x = x.detach().requires_grad_(ctx.needs_input_grad[0])
-            whole = {
-                n: join(s, shape, group).requires_grad_(need)
-                for n, s, shape, need in zip(names, shards, shapes, needed, strict=True)
-            }
+            taken = unit.take(unit.neighbours["before"])
+            whole = {n: w.requires_grad_(need) for (n, w), need in zip(taken.items(), needed, strict=True)}
             torch.set_rng_state(state)
-            y = functional_call(block, whole, (x,))
+            y = functional_call(unit.hidden[0], whole, (x,))
         torch.set_rng_state(now)
         torch.autograd.backward(y, gradient)
         means = [
-            mean_of_shard(w.grad, group, on) if need else None
-            for w, need, on in zip(whole.values(), needed, hooks, strict=True)
+            mean_of_shard(w.grad, unit.group, on, unit.dtypes).to(shard.dtype) if need else None
+            for w, need, on, shard in zip(whole.values(), needed, unit.hooks, unit.shards, strict=True)
         ]
-        return (x.grad, None, None, None, None, None, *means)
+        return (x.grad, None, *means)
 
 
 class ComputedAgain(nn.Module):
-    def __init__(self, block, group):
+    def __init__(self, block, group, dtypes):
         super().__init__()
-        self.hidden, self.group = [block], group
+        self.hidden, self.group, self.dtypes = [block], group, dtypes
         self.names = [n for n, _ in block.named_parameters()]
         self.shapes = [p.shape for p in block.parameters()]
         self.hooks = [hooks_of(p) for p in block.parameters()]
         self.shards = nn.ParameterList([shard_of(p, group) for p in block.parameters()])
+        self.flying = None
+        self.neighbours = {"before": (), "after": ()}
 
     def train(self, mode=True):
         self.hidden[0].train(mode)
         return super().train(mode)
 
+    def send(self):
+        self.flying = self.flying or [
+            start_join(s, shape, self.group, self.dtypes["param"])
+            for s, shape in zip(self.shards, self.shapes, strict=True)
+        ]
+
+    def take(self, neighbours):
+        self.send()
+        whole = {n: finish() for n, finish in zip(self.names, self.flying, strict=True)}
+        self.flying = None
+        for unit in neighbours:
+            unit.send()
+        return whole
+
     def forward(self, x):
-        return Block.apply(x, self.hidden[0], self.names, self.shapes, self.hooks, self.group, *self.shards)
+        return Block.apply(x, self, *self.shards)
 
 
 def hooks_of(p):
@@ -205,10 +228,12 @@ def shard_of(p, group):
 
 
 class FullySharded(nn.Module):
-    def __init__(self, module, group):
+    def __init__(self, module, group, *, param_dtype=None, reduce_dtype=None, prefetch=False):
         super().__init__()
-        self.group = group
-        self.blocks = nn.ModuleList([ComputedAgain(block, group) for block in module.transformer.h])
+        self.group, self.dtypes = group, {"param": param_dtype, "reduce": reduce_dtype}
+        self.blocks = nn.ModuleList([ComputedAgain(b, group, self.dtypes) for b in module.transformer.h])
+        for one, next_one in zip(self.blocks, self.blocks[1:], strict=False) if prefetch else ():
+            one.neighbours["after"], next_one.neighbours["before"] = (next_one,), (one,)
         module.transformer.h = nn.ModuleList()
         self.outside = [n for n, _ in module.named_parameters()]
         self.shapes = [p.shape for p in module.parameters()]
@@ -219,9 +244,11 @@ class FullySharded(nn.Module):
 
     def forward(self, idx, targets=None):
         whole = {
-            n: Gather.apply(s, shape, hooks, self.group)
+            n: Gather.apply(s, shape, hooks, self.group, self.dtypes)
             for n, s, shape, hooks in zip(self.outside, self.shards, self.shapes, self.hooks, strict=True)
         }
+        for block in self.blocks:
+            block.flying = None
         model = self.hidden[0]
         model.train(self.training)
         return functional_call(model, whole, (idx, targets), tie_weights=True)

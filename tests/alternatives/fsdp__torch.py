@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
@@ -43,12 +43,22 @@ def fully_shard_gpt(model, mesh):
 
 
 class FullySharded(nn.Module):
-    def __init__(self, module, group):
+    def __init__(self, module, group, *, param_dtype=None, reduce_dtype=None, prefetch=False):
         super().__init__()
         for p in module.parameters():
             dist.broadcast(p.detach(), group=group, group_src=0)
         self.hooks = {n: list((p._backward_hooks or {}).values()) for n, p in module.named_parameters()}
-        self.gpt = fully_shard_gpt(module, DeviceMesh.from_group(group, module.lm_head.weight.device.type))
+        settings = {
+            "mesh": DeviceMesh.from_group(group, module.lm_head.weight.device.type),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        }
+        blocks = [
+            fully_shard(block, reshard_after_forward=True, **settings) for block in module.transformer.h
+        ]
+        self.gpt = fully_shard(module, reshard_after_forward=False, **settings)
+        for one, next_one in zip(blocks, blocks[1:], strict=False) if prefetch else ():
+            one.set_modules_to_forward_prefetch([next_one])
+            next_one.set_modules_to_backward_prefetch([one])
         for unit in (*module.transformer.h, module):
             unit.register_forward_pre_hook(self.bring_hooks)
 

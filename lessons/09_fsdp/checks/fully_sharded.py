@@ -265,7 +265,7 @@ def require_another_end(trial: Trial, make: Any, kind: str, help: str) -> None:
 
 
 def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str, seen: Any = None) -> None:
-    """The ends are one process's, of what `seen` has drawn: what the first checks have, unless it is given."""
+    """The ends are one process's, of what `seen` has drawn: that of the first checks if not given."""
     usual = seen is None
     seen = seen or trial.once(observe_training)
     expected = expected_weights(trial, make, seen.seed, seen.by_rank, kind)

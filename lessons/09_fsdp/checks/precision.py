@@ -68,7 +68,7 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 @check("FullySharded", world_sizes=(2, 3), subgroup=False)
 def masters_keep_their_dtype(trial: Trial) -> None:
-    """With param_dtype=bfloat16, shards, their gradients and full_state_dict() stay float32, and unrounded."""
+    """With param_dtype=bfloat16, shards, their gradients and full_state_dict() stay float32, not rounded."""
     seen = trial.once(observe)
     for how, results in seen.results.items():
         for r, result in enumerate(results):
@@ -95,7 +95,7 @@ def masters_keep_their_dtype(trial: Trial) -> None:
 
 @check("FullySharded", world_sizes=(2, 3), subgroup=False)
 def blocks_compute_in_param_dtype(trial: Trial) -> None:
-    """With param_dtype=bfloat16, logits are bfloat16, and loss and step those of a bfloat16 model, but for rounding."""
+    """With param_dtype=bfloat16, logits are bfloat16, and loss and step near those of a bfloat16 model."""
     seen = trial.once(observe)
     for how, results in seen.results.items():
         for r, result in enumerate(results):
@@ -126,7 +126,7 @@ def blocks_compute_in_param_dtype(trial: Trial) -> None:
 
 @check("FullySharded", world_sizes=(2, 3), subgroup=False)
 def each_travels_in_its_dtype(trial: Trial) -> None:
-    """Weights travel in param_dtype, gradients in reduce_dtype, or else in the dtype that blocks compute in."""
+    """Weights travel in param_dtype, gradients in reduce_dtype, or else in the dtype of the computation."""
     seen, n = trial.once(observe), trial.num_ranks
     size, outside = bytes_of(seen.model), bytes_of(seen.model) - bytes_of(seen.model.transformer.h)
     for how, results in seen.results.items():
