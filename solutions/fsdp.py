@@ -373,7 +373,7 @@ class ShardedUnit:
     objects stay those that were given: modules and hooks have them. `parameters` is their list, and `shards`
     one flat nn.Parameter for each, perhaps empty, of its dtype and its `requires_grad`; the ranks' shards of
     all are of one size, give or take the largest parameter. `param_dtype` is the dtype of gathered
-    weights, that of the parameters unless given; the shards keep theirs. `reduce_dtype` is for
+    weights, that of the parameters unless given; the shards keep theirs. `reduce_dtype` is kept for
     `reduce_gradients`.
 
     Source: arXiv:2304.11277, section 3.2.
@@ -387,7 +387,7 @@ class ShardedUnit:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """Cut the parameters."""
+        """Cut the parameters, keep this rank's shards, and free the rest."""
         # answer
         self.parameters = list(parameters)
         self.group, self.reduce_dtype = group, reduce_dtype

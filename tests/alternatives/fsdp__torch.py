@@ -1,5 +1,7 @@
 """Lesson 09 on PyTorch's own: ZeroRedundancyOptimizer that reduces to owners, fully_shard in a wrapper."""
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,7 +58,7 @@ class FullySharded(nn.Module):
             fully_shard(block, reshard_after_forward=True, **settings) for block in module.transformer.h
         ]
         self.gpt = fully_shard(module, reshard_after_forward=False, **settings)
-        for one, next_one in zip(blocks, blocks[1:], strict=False) if prefetch else ():
+        for one, next_one in pairwise(blocks) if prefetch else ():
             one.set_modules_to_forward_prefetch([next_one])
             next_one.set_modules_to_backward_prefetch([one])
         for unit in (*module.transformer.h, module):

@@ -12,7 +12,7 @@ from .fully_sharded import full, plain, require_end, run
 from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds, settle
 from .residency import watch
 from .training import train
-from .units import GATHERS, num_bytes, sent_by
+from .units import GATHERS, GATHERS_ALONE, num_bytes, sent_by
 from .wire import SMALL, padded_bytes
 
 
@@ -80,6 +80,8 @@ def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
                     rank=r,
                     cause="each gather starts when its own block is due" if blocks >= 0.9 * due - 1 else "",
                 )
+                alone = [e for e in sent if e.kind in GATHERS_ALONE]
+                blocks = num_bytes(alone) / seen.block - num_bytes(before) / seen.block
                 trial.require(
                     blocks <= 1.15 * due + 0.5,
                     f"in the {way} of block {number}, {blocks:.1f} blocks were gathered or on their way in "

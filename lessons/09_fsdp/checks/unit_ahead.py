@@ -14,7 +14,7 @@ from .unit_hooks import (
     require_gradients,
     require_outputs,
 )
-from .units import GATHERS, NUM_BLOCKS, num_bytes, sent_by, waited_by
+from .units import GATHERS, GATHERS_ALONE, NUM_BLOCKS, num_bytes, sent_by, waited_by
 from .wire import SMALL
 
 exercise(
@@ -64,6 +64,7 @@ def require_ahead(trial: Trial, way: str, start: str) -> None:
             mark, due = f"{way} {number}", min(turn + 2, NUM_BLOCKS)
             sent = gathered_since(recording, mark, start)
             blocks = num_bytes(sent) / seen.block
+            surely = num_bytes(e for e in sent if e.kind in GATHERS_ALONE) / seen.block
             trial.require(
                 blocks >= 0.9 * due,
                 f"while block {number} computes its {way}, {blocks:.1f} gathers were started, and "
@@ -73,11 +74,11 @@ def require_ahead(trial: Trial, way: str, start: str) -> None:
                 cause="each gather starts when its own block is due" if blocks >= 0.9 * (turn + 1) else "",
             )
             trial.require(
-                blocks <= 1.3 * due + 0.3,
-                f"while block {number} computes its {way}, {blocks:.1f} gathers were started: {due} are due",
+                surely <= 1.3 * due + 0.3,
+                f"while block {number} computes its {way}, {surely:.1f} gathers were started: {due} are due",
                 help="One block ahead: what is gathered earlier is memory for nothing.",
                 rank=r,
-                cause="everything is gathered at once" if turn == 0 else "",
+                cause="everything is gathered at once" if surely > NUM_BLOCKS - 1 > due else "",
             )
             if turn + 1 < NUM_BLOCKS:
                 trial.require(

@@ -100,6 +100,8 @@ def waited_by(recording: Recording, mark: str) -> int:
 
 
 GATHERS = ("all_gather", "broadcast", "gather", "scatter", "all_to_all", "send")
+"""What can gather; of these, exchanges and messages can reduce as well."""
+GATHERS_ALONE = GATHERS[:4]
 REDUCES = ("reduce_scatter", "reduce", "all_to_all", "send")
 
 
