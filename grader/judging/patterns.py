@@ -88,7 +88,7 @@ def _name_factor(pair: Pair, ratio: float, alone: bool) -> str:
             return f"{told}, and that is {text} with n = {n:.0f} ranks"
     if is_simple and simple.denominator > 1 and abs(simple.numerator) <= 12:
         return f"{told} ({simple.numerator}/{simple.denominator})"
-    whole = round(1 / ratio)
+    whole = round(1 / ratio) if abs(ratio) > 1e-6 else 0  # of memory that nothing has arrived in, perhaps
     if not alone and 12 < abs(whole) <= 4096 and math.isclose(1 / ratio, whole, rel_tol=1e-4):
         return f"{told} (1/{whole})"
     return told if not alone or (is_simple and abs(simple.numerator) <= 4) else ""

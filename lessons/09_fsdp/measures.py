@@ -102,11 +102,11 @@ def alive_over_step(shard: Callable[[GPT, Any], nn.Module] | None) -> list[float
 
 
 def steps_in_time(
-    ways: dict[str, Any], bytes_per_second: float = GIGABIT, repeat: int = 4
+    ways: dict[str, Any], rows: int = 2, bytes_per_second: float = GIGABIT, repeat: int = 5
 ) -> dict[str, dict[str, Any]]:
     """On a rank: the fastest step of each way, which take turns on an imitated wire; times in ms."""
     group = dist.group.WORLD
-    inputs, targets = (x % 512 for x in load_tokens("stdlib").batch(2, 64, seed=0, step=group.rank()))
+    inputs, targets = (x % 512 for x in load_tokens("stdlib").batch(rows, 64, seed=0, step=group.rank()))
     modules = {how: shard(GPT(DEEP), group) for how, shard in ways.items()}
     best: dict[str, dict[str, Any]] = {}
     for _ in range(repeat):
@@ -119,8 +119,16 @@ def steps_in_time(
                 forward = time.perf_counter()
                 loss.backward()
                 ended = time.perf_counter()
-            sent = [(e["kind"], 1000 * (e["start"] - began), 1000 * (e["end"] - began)) for e in tap.log]
-            step = {"forward": 1000 * (forward - began), "end": 1000 * (ended - began), "sent": sent}
+
+            def since(moment: float, began: float = began) -> float:
+                return 1000 * (moment - began)
+
+            step = {
+                "forward": since(forward),
+                "end": since(ended),
+                "sent": [(e["kind"], since(e["start"]), since(e["end"])) for e in tap.log],
+                "waits": [(e["kind"], *map(since, e["waits"])) for e in tap.log if "waits" in e],
+            }
             best[how] = min(best.get(how, step), step, key=lambda step: step["end"])
     return best
 

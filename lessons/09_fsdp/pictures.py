@@ -1,6 +1,7 @@
 """The pictures of the lesson, a line each to call."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import matplotlib.pyplot as plt
 import nanogpt.model
 from grader import run_ranks
 from lessons.fsdp import measures
-from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, RANKS, SKY, figure
+from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, RANKS, SKY, WAITING, figure
 from nanogpt.data import Tokens
 from nanogpt.model import GPT, GPTConfig
 
@@ -124,6 +125,98 @@ def draw_block() -> None:
     axes.set(xlim=(-0.1, 8.1), ylim=(-0.1, 1.15))
     axes.axis("off")
     plt.show()
+
+
+def draw_unit(num_ranks: int = 2) -> None:
+    """The parameters of a block end to end, cut for the ranks; what a rank keeps, and what is whole."""
+    parts = [("ln_1", 1.0), ("c_attn", 5.0), ("c_proj", 2.5), ("ln_2", 1.0), ("mlp", 6.3)]
+    total = sum(size for _, size in parts)
+    piece = -(-total // num_ranks)
+    _, axes = figure(figsize=(9.5, 2.1))
+    x = 0.0
+    for name, size in parts:
+        axes.add_patch(plt.Rectangle((x, 1.2), size, 0.7, facecolor=SKY, edgecolor="black"))
+        axes.text(x + size / 2, 1.55, name, ha="center", va="center", fontsize=8)
+        x += size
+    axes.add_patch(plt.Rectangle((x, 1.2), piece * num_ranks - x, 0.7, facecolor="white", edgecolor="grey"))
+    for r in range(num_ranks):
+        axes.add_patch(plt.Rectangle((r * piece, 0), piece, 0.7, facecolor=RANKS[r], edgecolor="black"))
+        axes.text((r + 0.5) * piece, 0.35, f"piece of rank {r}", ha="center", va="center", fontsize=9)
+    x = 0.0
+    for _, size in parts:  # a shard is what of a parameter lies in a piece
+        x += size
+        axes.plot([x, x], [0, 0.7], color="black", linewidth=0.8, linestyle=":")
+    right = piece * num_ranks + 0.3
+    axes.text(right, 1.55, "whole: one buffer,\nfrom gather() to free()", va="center", fontsize=9)
+    axes.text(right, 0.35, "always: this rank's shards", va="center", fontsize=9)
+    axes.set(xlim=(-0.1, right + 5), ylim=(-0.1, 2.0))
+    axes.axis("off")
+    plt.show()
+
+
+def draw_ahead() -> None:
+    """Forward of four blocks: each gather when it is due, and one block ahead."""
+    _, panels = figure(1, 2, figsize=(9.5, 1.9))
+    for axes, ahead in zip(panels, (False, True), strict=True):
+        wire, processor = 0.0, 0.0
+        for block in range(4):
+            start = wire if ahead else processor
+            wire = start + 1.0
+            begins = max(wire, processor)
+            for row, (a, width, color, told) in enumerate(
+                ((begins, 1.3, GREEN, f"block {block}"), (start, 1.0, PINK, f"gather {block}"))
+            ):
+                axes.add_patch(plt.Rectangle((a, -row), width, 0.8, facecolor=color, edgecolor="black"))
+                axes.text(a + width / 2, 0.4 - row, told, ha="center", va="center", fontsize=7)
+            if ahead:
+                wire = max(wire, begins)  # one block ahead, no more: it starts when this one computes
+            processor = begins + 1.3
+        axes.text(-0.2, 0.4, "processor", ha="right", va="center", fontsize=8)
+        axes.text(-0.2, -0.6, "wire", ha="right", va="center", fontsize=8)
+        axes.set(xlim=(-2, 9.6), ylim=(-1.2, 1.2), title="one block ahead" if ahead else "when it is due")
+        axes.axis("off")
+    plt.tight_layout()
+    plt.show()
+
+
+def draw_prefetch(shard: Any) -> None:
+    """A step of two ranks on a wire of 1 Gbit/s, without and with prefetch, and what each waits."""
+    ways = {"each gather when it is due": shard, "one block ahead": partial(shard, prefetch=True)}
+    steps = run_ranks(measures.steps_in_time, ways, 4, ranks=2)[0]
+    _, axes = figure(figsize=(9.5, 3.2))
+    draw_steps_into(axes, steps)
+    plt.tight_layout()
+    plt.show()
+    print("milliseconds of waiting (exposed), fastest of five steps")
+    for how, step in steps.items():
+        waited = {kind: sum(b - a for k, a, b in step["waits"] if k == kind) for kind in WIRE_KINDS}
+        told = ", ".join(f"{kind} {milliseconds:4.0f}" for kind, milliseconds in waited.items())
+        print(f"{how:28} {told}   of a step of {step['end']:4.0f}")
+
+
+WIRE_KINDS = {"all_gather": PINK, "reduce_scatter": ORANGE}
+
+
+def draw_steps_into(axes: plt.Axes, steps: dict[str, dict[str, Any]]) -> None:
+    """For each way, what its rank computes and waits for, and what travels meanwhile."""
+    for i, (how, step) in enumerate(steps.items()):
+        y = 2.6 * i
+        for a, b, color in ((0.0, step["forward"], GREEN), (step["forward"], step["end"], SKY)):
+            axes.barh(y, b - a, left=a, color=color, edgecolor="black")
+        for _, a, b in step["waits"]:
+            axes.barh(y, b - a, left=a, color=WAITING)
+        free = 0.0
+        for kind, start, end in step["sent"]:
+            a = max(start, free)  # the wire carries one message at a time
+            axes.barh(
+                y + 0.9, end - a, left=a, color=WIRE_KINDS.get(kind, "black"), edgecolor="white", lw=0.3
+            )
+            free = end
+        axes.text(0, y - 0.5, f"{how}: {step['end']:.0f} ms", va="bottom")
+    axes.set(yticks=[], xlabel="milliseconds", ylim=(2.6 * len(steps) - 0.9, -1.3))
+    colors = {"forward": GREEN, "backward": SKY, "waiting": WAITING, "gather": PINK, "reduce": ORANGE}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    axes.legend(handles, colors, loc="lower center", ncols=5, bbox_to_anchor=(0.5, 1.0), columnspacing=0.8)
 
 
 def show_held_and_sent(

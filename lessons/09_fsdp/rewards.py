@@ -6,10 +6,8 @@ import matplotlib.pyplot as plt
 
 from grader import run_ranks
 from lessons.fsdp import measures, pictures
-from lessons.page.look import GREEN, ORANGE, PINK, SKY, figure
+from lessons.page.look import figure
 from solutions import fsdp as ours
-
-KINDS = {"all_gather": PINK, "reduce_scatter": ORANGE}
 
 
 def FullySharded(yours: Any) -> None:  # the name of its exercise
@@ -25,24 +23,7 @@ def FullySharded(yours: Any) -> None:  # the name of its exercise
     pictures.draw_alive_into(left, alive)
     left.set_xticks(range(0, 24, 4), [0, 4, 8, 11, 7, 3])
     left.set(xlabel="block at work: forward, then backward")
-    _draw_steps(right, steps)
+    pictures.draw_steps_into(right, steps)
     plt.tight_layout()
     plt.show()
-    print("While a block computes, the wire rests. How much do you win if the next gather starts before?")
-
-
-def _draw_steps(axes: plt.Axes, steps: dict[str, dict[str, Any]]) -> None:
-    """For each way, what its rank does, and what travels meanwhile."""
-    for i, (how, step) in enumerate(steps.items()):
-        for a, b, color in ((0.0, step["forward"], GREEN), (step["forward"], step["end"], SKY)):
-            axes.barh(2.4 * i, b - a, left=a, color=color, edgecolor="black")
-        free = 0.0
-        for kind, start, end in step["sent"]:
-            a = max(start, free)  # the wire carries one message at a time
-            axes.barh(2.4 * i + 0.9, end - a, left=a, color=KINDS.get(kind, "black"))
-            free = end
-        axes.text(0, 2.4 * i - 0.55, f"{how}: {step['end']:.0f} ms", va="bottom")
-    axes.set(yticks=[], xlabel="milliseconds", ylim=(2.4 * len(steps) - 0.9, -1.3))
-    colors = {"forward": GREEN, "backward": SKY, "all-gather": PINK, "reduce-scatter": ORANGE}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    axes.legend(handles, colors, loc="lower center", ncols=4, bbox_to_anchor=(0.5, 1.0), columnspacing=1.0)
+    print("While a block computes, the wire rests. The next cell switches `prefetch` on.")

@@ -144,7 +144,7 @@ def _blocks(blocks: nn.ModuleList, x: Tensor, bytes_per_second: float | None) ->
             y = block(y)
         y.sum().backward()
         computed = time.process_time() - begin
-    return computed, sum(max(0.0, sent["end"] - sent["waited"]) for sent in tap.log)
+    return computed, sum(max(0.0, sent["end"] - sent["waits"][0]) for sent in tap.log)
 
 
 def copies(attention: Any, num_steps: int = 20) -> list[tuple[Tensor, Tensor]]:

@@ -92,7 +92,7 @@ def hidden_parts(ring: Attention, ratios: Sequence[float], repeat: int = 9) -> l
     found: list[list[float]] = [[] for _ in ratios]
     for _ in range(repeat):
         hop = _sent_in_forward(ring, q, k, v, None)
-        computing = torch.tensor(hop[0]["waited"] - hop[0]["start"], dtype=torch.float64)
+        computing = torch.tensor(hop[0]["waits"][0] - hop[0]["start"], dtype=torch.float64)
         dist.all_reduce(computing)
         a_second = sum(entry["bytes"] for entry in hop) / (computing.item() / dist.get_world_size())
         for parts, ratio in zip(found, ratios, strict=True):
@@ -115,7 +115,7 @@ def _hidden(sent: list[dict]) -> float:
     exposed = whole = free = 0.0
     for entry in sent:
         begin = max(entry["start"], free)
-        exposed += max(0.0, entry["end"] - max(entry["waited"], begin))
+        exposed += max(0.0, entry["end"] - max(entry["waits"][0], begin))
         whole += entry["end"] - begin
         free = entry["end"]
     return 1 - exposed / whole

@@ -53,7 +53,7 @@ class Tap:
         self.log: list[dict[str, Any]] = []
         """What was sent, in order: `kind`, `bytes` of the whole tensor, `start` and `end` in seconds.
 
-        `waited`, once somebody has: when the first wait for it began.
+        What somebody has waited for has `waits` as well: from when to when.
         """
         self._busy_until: dict[float, float] = {}
         self._originals: dict[str, Callable] = {}
@@ -112,10 +112,12 @@ class _Sent:
         self._work, self._entry = work, entry
 
     def wait(self) -> None:
-        self._entry.setdefault("waited", time.perf_counter())
+        began = time.perf_counter()
         self._work.wait()
         time.sleep(max(0.0, self._entry["end"] - time.perf_counter()))
-        self._entry["end"] = self._entry["end"] or time.perf_counter()
+        over = time.perf_counter()
+        self._entry["end"] = self._entry["end"] or over
+        self._entry.setdefault("waits", (began, over))
 
 
 def _bytes_of(argument: Any) -> int:

@@ -166,7 +166,7 @@ def look_at_memory(rank: Any, tensor: Tensor, x: Tensor) -> dict:
         unit.gather()
         settle()
         recording.mark("whole")
-        y = (x @ weight).sum()
+        y = (x @ weight.T).sum()  # autograd keeps the view
         unit.free()
         settle()
         recording.mark("freed")
@@ -182,7 +182,7 @@ def look_at_memory(rank: Any, tensor: Tensor, x: Tensor) -> dict:
 def observe_memory(trial: Trial) -> SimpleNamespace:
     tensor, x = trial.normal(ROWS, ROWS), trial.normal(3, ROWS)
     results = trial.run(look_at_memory, tensor, x)
-    return SimpleNamespace(results=results, expected=tensor.sum(1).expand(3, ROWS), size=4 * ROWS * ROWS)
+    return SimpleNamespace(results=results, expected=tensor.sum(0).expand(3, ROWS), size=4 * ROWS * ROWS)
 
 
 @check("ShardedUnit", world_sizes=(2, 4), subgroup=False)
@@ -213,7 +213,7 @@ def kept_views_are_filled_again(trial: Trial) -> None:
     """What autograd kept of a weight before free() is right again after the next gather()."""
     seen = trial.once(observe_memory)
     trial.close(
-        "the gradient of x through x @ weight, freed and gathered before backward",
+        "the gradient of x through x @ weight.T, freed and gathered before backward",
         [result["gradient"] for result in seen.results],
         seen.expected,
         help="Fill the same storage again (resize_(num_bytes)): new memory is not where autograd looks.",
