@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lessons.data_parallel.answers import MACHINES
+from lessons.page.hidden import MACHINES
 from lessons.tensor_parallel.answers import drop
 from nanogpt.model import GPTConfig
 from solutions.context_parallel import smallest_hidden_part

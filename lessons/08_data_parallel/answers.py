@@ -6,23 +6,8 @@ import torch
 from torch import nn
 
 from grader.guessing import Truth
+from lessons.page.hidden import GIGABIT
 from nanogpt.model import GPT, GPTConfig
-
-GIGABIT = 1e9 / 8
-"""Bytes a second of an office network."""
-
-MACHINES: dict[str, tuple[float, float]] = {
-    "H100, NVLink": (989e12, 450e9),
-    "H100, between machines": (989e12, 400e9),
-    "A100, NVLink": (312e12, 300e9),
-    "A100, between machines": (312e12, 50e9),
-    "A100, 10 Gbit/s a machine": (312e12, 10 * GIGABIT),
-}
-"""Dense bf16 FLOP/s of a GPU, and bytes a second in one direction: of a GPU, or of a machine of eight.
-
-Where a machine first adds up what its GPUs have, its wire carries S once and not eight times. The published
-figures are in tests/published_figures.yaml (stas00/ml-engineering and jax-ml/scaling-book).
-"""
 
 MICRO_BATCH = 12 * 1024
 """Tokens of one backward on one GPU in nanoGPT's config/train_gpt2.py."""

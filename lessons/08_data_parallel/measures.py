@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grader import run_ranks
-from lessons.data_parallel.answers import GIGABIT
+from lessons.page.hidden import GIGABIT
 from lessons.page.loopback import loopback_bytes
 from lessons.page.tap import Tap
 from lessons.page.timeline import Step

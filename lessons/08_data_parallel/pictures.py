@@ -1,13 +1,15 @@
 """The pictures of the lesson, a line each to call."""
 
 import statistics
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from grader import run_ranks
 from lessons.data_parallel import answers, measures
-from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, figure
+from lessons.page import hidden
+from lessons.page.look import BLUE, GREEN, ORANGE, RED, figure
 from lessons.page.tap import SHARE_SENT
 from lessons.page.timeline import Step, draw_timeline
 from nanogpt.data import Tokens
@@ -152,47 +154,29 @@ def draw_bucket_sizes(data_parallel: Any, config: GPTConfig) -> None:
 
 
 def draw_hidden_shares(way: Any, config: GPTConfig, tokens: Tokens) -> None:
-    """Predicted and measured: which part of an all-reduce is hidden behind a shorter or longer backward."""
-    ratios = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0]
+    """Which part of an all-reduce is hidden behind a shorter or longer backward."""
     inputs, targets = tokens.batch(16, config.block_size, seed=0, step=0)
-    run = run_ranks(measures.hidden_shares, way, config, ratios, inputs, targets, ranks=2)
-    measured = [statistics.fmean(shares) for shares in zip(*run, strict=True)]
+    run = run_ranks(measures.hidden_shares, way, config, hidden.RATIOS, inputs, targets, ranks=2)
     late = config.vocab_size * config.n_embd / answers.num_parameters(config)
     idle = answers.before_the_first_bucket(config)
-    told = [min(1 - late, (1 - idle) * x) for x in ratios]
-    _, axes = figure(figsize=(7, 3))
-    every = [2 ** (i / 10) / 8 for i in range(51)]
-    axes.plot(every, [min(1, x) for x in every], color=GREY, label="the formula: gradients come evenly")
-    bound = [min(1 - late, (1 - idle) * x) for x in every]
-    axes.plot(every, bound, "--", color=ORANGE, label="with a late start, and the token table last")
-    axes.plot(ratios, measured, "o", color=BLUE, label="measured with your DataParallel")
-    axes.set_xscale("log", base=2)
-    axes.set(xticks=ratios, xticklabels=[f"{x:g}" for x in ratios], ylim=(-0.05, 1.1))
-    axes.set(xlabel="tokens of a rank, as a multiple of the smallest hidden share", ylabel="hidden part")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    plt.show()
-    print("share    formula   with both delays   measured")
-    for x, delayed, seen in zip(ratios, told, measured, strict=True):
-        print(f"{x:5g} {min(1, x):10.0%} {delayed:18.0%} {seen:10.0%}")
+    hidden.draw_shares(
+        {
+            "the formula: gradients come evenly": lambda x: min(1, x),
+            "with a late start, and the token table last": lambda x: min(1 - late, (1 - idle) * x),
+        },
+        {"measured with your DataParallel": [statistics.fmean(shares) for shares in zip(*run, strict=True)]},
+        ("formula", "with both delays", "measured"),
+    )
 
 
 def draw_machines(smallest_hidden_share: Any) -> None:
     """On published machines: which part is hidden, over the tokens of a rank; the learner's thresholds."""
-    _, axes = figure(figsize=(9, 3.4))
-    every = [2 ** (i / 20) for i in range(120, 375)]
-    for (told, (flops, speed)), color in zip(
-        answers.MACHINES.items(), (GREEN, BLUE, SKY, ORANGE, RED), strict=True
-    ):
-        least = smallest_hidden_share(answers.GPT2_PARAMETERS, flops, speed)
-        axes.plot(every, [min(1, t / least) for t in every], color=color, label=f"{told}: {least:,} tokens")
-    axes.axvline(answers.MICRO_BATCH, color=PINK, linestyle=":")
-    axes.text(answers.MICRO_BATCH * 1.08, 0.5, "nanoGPT's\nmicro-batch", color=PINK)
-    axes.set_xscale("log")
-    axes.set(xlabel="tokens of a rank in one backward", ylabel="hidden part of\nthe all-reduce, at most")
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1, 1), title="bf16 gradients, all of the data sheet's FLOP/s"
+    hidden.draw_machines(
+        partial(smallest_hidden_share, answers.GPT2_PARAMETERS),
+        (answers.MICRO_BATCH, "nanoGPT's\nmicro-batch"),
+        "the all-reduce",
+        "bf16 gradients, all of the data sheet's FLOP/s",
     )
-    plt.show()
 
 
 def show_counts(data_parallel: Any, config: GPTConfig) -> None:

@@ -53,7 +53,8 @@ class Tap:
         self.log: list[dict[str, Any]] = []
         """What was sent, in order: `kind`, `bytes` of the whole tensor, `start` and `end` in seconds.
 
-        What somebody has waited for has `waits` as well: from when to when.
+        What somebody has waited for has `waits`, from when to when, and `kept`: for how long the imitated wire was
+        the reason.
         """
         self._busy_until: dict[float, float] = {}
         self._originals: dict[str, Callable] = {}
@@ -113,6 +114,7 @@ class _Sent:
 
     def wait(self) -> None:
         began = time.perf_counter()
+        self._entry.setdefault("kept", max(0.0, self._entry["end"] - began))
         self._work.wait()
         time.sleep(max(0.0, self._entry["end"] - time.perf_counter()))
         over = time.perf_counter()
