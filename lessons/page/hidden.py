@@ -22,11 +22,9 @@ Where the GPUs of a machine share what comes in and goes out, its wire carries S
 published figures are in tests/published_figures.yaml (stas00/ml-engineering and jax-ml/scaling-book).
 """
 
-RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Tokens of a rank, as multiples of the smallest hidden share."""
-
 
 def draw_shares(
+    ratios: Sequence[float],
     told: Mapping[str, Callable[[float], float]],
     measured: Mapping[str, Sequence[float]],
     columns: Sequence[str],
@@ -34,23 +32,24 @@ def draw_shares(
     """The hidden part over the tokens of a rank: as formulas tell it, and measured; then the same as a table.
 
     Args:
-        told: formulas of the multiple, by the words of the legend.
-        measured: the part at each of RATIOS, by the words of the legend.
+        ratios: tokens of a rank, as multiples of the smallest hidden share.
+        told: formulas of such a multiple, by the words of the legend.
+        measured: the part at each of the ratios, by the words of the legend.
         columns: how the table calls them all.
     """
     _, axes = figure(figsize=(7, 3))
-    every = [2 ** (i / 10) / 8 for i in range(51)]
+    every = [ratios[0] * (ratios[-1] / ratios[0]) ** (i / 50) for i in range(51)]
     for (words, formula), (color, line) in zip(told.items(), ((GREY, "-"), (ORANGE, "--")), strict=False):
         axes.plot(every, [formula(x) for x in every], line, color=color, label=words)
     for (words, seen), color in zip(measured.items(), (BLUE, GREEN), strict=False):
-        axes.plot(RATIOS, seen, "o", color=color, label=words)
+        axes.plot(ratios, seen, "o", color=color, label=words)
     axes.set_xscale("log", base=2)
-    axes.set(xticks=RATIOS, xticklabels=[f"{x:g}" for x in RATIOS], ylim=(-0.05, 1.1))
+    axes.set(xticks=ratios, xticklabels=[f"{x:g}" for x in ratios], ylim=(-0.05, 1.1))
     axes.set(xlabel="tokens of a rank, as a multiple of the smallest hidden share", ylabel="hidden part")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     plt.show()
     print("share  ", *(f"{column:>18}" for column in columns))
-    for i, x in enumerate(RATIOS):
+    for i, x in enumerate(ratios):
         parts = [*(formula(x) for formula in told.values()), *(seen[i] for seen in measured.values())]
         print(f"{x:5g}  ", *(f"{part:18.0%}" for part in parts))
 
