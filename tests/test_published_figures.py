@@ -1,4 +1,4 @@
-"""The formulas of lessons 01 and 08 give the figures that papers, playbooks and repositories have printed."""
+"""The formulas of lessons 01, 08 and 09 give the figures that papers, playbooks and repositories have printed."""
 
 import math
 import re
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lessons.fsdp import overlap
 from lessons.page.hidden import MACHINES
 from lessons.tensor_parallel.answers import drop
 from nanogpt.model import GPTConfig
@@ -143,6 +144,7 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
     r"hw_H100-SXM_nvlink_uni_GBps": lambda _: MACHINES["H100, NVLink"][1] / 1e9,
     r"hw_DGX-H100_node_egress_GBps": lambda _: MACHINES["H100, between machines"][1] / 1e9,
     r"hw_DGX-A100-P4d_node_egress_GBps": lambda _: MACHINES["A100, between machines"][1] / 1e9,
+    r"torchtitan_llama3_8b_fsdp_.*": lambda inputs: overlap.TOKENS_PER_SECOND[inputs["gpus"]],
 }
 
 

@@ -104,7 +104,7 @@ def hidden_parts(shard: Any, repeat: int = 3) -> list[float]:
         for parts, ratio in zip(found, RATIOS, strict=True):
             wire = computing / ratio
             _, log = step_of(sharded, inputs, targets, sent / wire)
-            parts.append(1 - sum(entry["waited"] for entry in log) / wire)
+            parts.append(1 - sum(entry["kept"] for entry in log) / wire)
     return [statistics.median(parts) for parts in found]
 
 

@@ -90,7 +90,7 @@ class Tap:
         sent = _Sent(work, entry)
         if name == "isend" or async_op:
             return sent
-        entry["waited"] = max(0.0, arrival - start)
+        entry["kept"] = max(0.0, arrival - start)
         return sent.wait()
 
     def _speed(self, name: str, arguments: tuple, options: dict[str, Any]) -> float | None:
