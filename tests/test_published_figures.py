@@ -1,4 +1,4 @@
-"""The formulas of lessons 01, 08 and 09 give the figures that papers, playbooks and repositories have printed."""
+"""The course's formulas give the figures that papers, playbooks and repositories have printed."""
 
 import math
 import re
