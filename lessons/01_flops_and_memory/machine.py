@@ -1,13 +1,13 @@
-"""Pictures of a step in time: the bytes that are alive, and how much of this machine is used."""
+"""Time: a step and the bytes that are alive in it, how much of the machine is used, and what runs cost."""
 
 import statistics
 from typing import Any
 
 import matplotlib.pyplot as plt
-import torch
 
 from lessons.flops_and_memory import measures
-from lessons.page.look import BLUE, COMPUTE, GREEN, ORANGE, RED, figure
+from lessons.flops_and_memory.answers import LLAMAS, MACHINES
+from lessons.page.look import BLUE, COMPUTE, GREEN, RED, figure
 from nanogpt.model import GPTConfig
 
 
@@ -37,29 +37,6 @@ def draw_step(config: GPTConfig, activation_bytes: Any, batch_size: int = 8) -> 
     plt.show()
 
 
-def draw_peak(mfu: Any) -> float:
-    """How fast matrix products are, and how much of that narrow and wide models reach; returns the peak."""
-    sizes, widths = [32, 64, 128, 256, 512, 1024, 1536], [32, 64, 128, 256, 512]
-    speeds = [measures.matmul_flops_per_second(size) for size in sizes]
-    peak = max(speeds)
-    utilizations = measures.utilization_by_width(mfu, widths, peak)
-    _, (left, right) = figure(1, 2, figsize=(9, 3.2))
-    left.plot(sizes, [speed / 1e9 for speed in speeds], "o-", color=BLUE)
-    left.set(xscale="log", xlabel="size of the square matrices", ylabel="GFLOP/s", ylim=0)
-    left.set_title("One matrix product")
-    left.set_xticks([32, 128, 512, 1536], ["32", "128", "512", "1536"])
-    right.plot(widths, [100 * u for u in utilizations], "o-", color=ORANGE)
-    right.set(xscale="log", xlabel="width h of a GPT of 2 layers", ylabel="MFU, %", ylim=0)
-    right.set_title("Forward and backward of a model")
-    right.set_xticks(widths, [str(h) for h in widths])
-    for axes in (left, right):
-        axes.minorticks_off()
-    plt.tight_layout()
-    plt.show()
-    print(f"peak of this machine: {peak / 1e9:.0f} GFLOP/s with {torch.get_num_threads()} thread(s)")
-    return peak
-
-
 def draw_utilization(utilizations: list[float]) -> float:
     """The MFU of every step of a training; returns the median."""
     typical = statistics.median(utilizations)
@@ -82,12 +59,17 @@ def show_bill(flops: float, peak: float, utilization: float) -> None:
     print(f"  on eight A100, at 30% of 312 TFLOP/s each: {days:.1f} days")
 
 
-def show_tracked(tracker: Any, states: dict[str, int], activations: int) -> None:
-    """The bytes at a MemTracker's peak, by what they are for, beside the learner's."""
-    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    peak = {str(kind).rpartition(".")[2].partition(":")[0]: size for kind, size in snapshot.items()}
-    print(f"{'bytes at the peak':18} {'MemTracker':>14} {'yours':>14}")
-    print(f"{'weights':18} {peak['PARAM']:14,} {states['weights']:14,}")
-    print(f"{'optimizer':18} {peak['OPT']:14,} {states['optimizer']:14,}")
-    print(f"{'activations':18} {peak['ACT']:14,} {activations:14,}")
-    print(f"{'temporary':18} {peak['TEMP']:14,}")
+def show_llamas(plan: Any, utilization: float = 0.4) -> None:
+    """Meta's model cards, beside the learner's plan of the same runs on H100."""
+    peak, _, memory = MACHINES["H100"]
+    print(f"{'':16}{'GPUs for the':>13}{'GPU hours, planned':>20}{'GPU hours,':>12}{'so in all an':>14}")
+    print(
+        f"{'':16}{'states alone':>13}{f'at an MFU of {utilization:.0%}':>20}{'published':>12}{'MFU of':>14}"
+    )
+    for name, (parameters, tokens, published) in LLAMAS.items():
+        told = plan(int(parameters), int(tokens), 1000, peak, utilization, memory)
+        mfu = utilization * told["gpu_hours"] / published
+        print(
+            f"{name:16}{told['fewest_gpus']:13,}{told['gpu_hours'] / 1e6:18.2f} M"
+            f"{published / 1e6:10.2f} M{mfu:14.0%}"
+        )

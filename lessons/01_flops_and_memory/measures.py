@@ -1,6 +1,7 @@
 """What the page measures: bytes and FLOPs of real models, and the speed of this machine."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,16 +90,27 @@ def alive_through_a_step(config: GPTConfig, batch_size: int) -> Meter:
     return meter
 
 
-def matmul_flops_per_second(size: int) -> float:
-    """What the best of many products of square matrices reaches."""
-    x, y = torch.randn(size, size), torch.randn(size, size)
+def least_seconds(work: Callable[[], object]) -> float:
+    """Of the quickest of many runs."""
     times: list[float] = []
     end = time.perf_counter() + 0.3
     while len(times) < 5 or time.perf_counter() < end:
         begin = time.perf_counter()
-        x @ y
+        work()
         times.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(times)
+    return min(times)
+
+
+def matmul_flops_per_second(m: int, k: int, n: int) -> float:
+    """What a product of matrices (m, k) and (k, n) reaches."""
+    x, y = torch.randn(m, k), torch.randn(k, n)
+    return 2 * m * k * n / least_seconds(lambda: x @ y)
+
+
+def bytes_read_per_second() -> float:
+    """What memory gives, at best, to one look at more numbers than a cache holds: a sum, or a product."""
+    matrix, vector = torch.ones(2**13, 2**13), torch.ones(2**13)
+    return matrix.nbytes / min(least_seconds(matrix.sum), least_seconds(lambda: matrix @ vector))
 
 
 def utilization_by_width(mfu: Any, widths: list[int], peak: float) -> list[float]:

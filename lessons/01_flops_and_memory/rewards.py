@@ -24,4 +24,4 @@ def activation_bytes(yours: Any) -> None:  # the name of its exercise
     panels[0].legend()
     plt.tight_layout()
     plt.show()
-    print("Modules that could claim the same storage may differ by it; the sums agree to the byte.")
+    print("Modules that could claim the same storage may differ by it; the sums agree.")
