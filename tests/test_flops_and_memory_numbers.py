@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from lessons.flops_and_memory.answers import LLAMAS, MACHINES
 from lessons.flops_and_memory.measures import alive_through_a_step
 from nanogpt.model import GPTConfig
 from solutions.flops_and_memory import (
     activation_bytes,
+    attainable_flops_per_second,
     count_parameters,
     forward_flops,
     model_state_bytes,
     training_flops,
+    training_plan,
 )
 from tests.printed import numbers, printed
 
@@ -73,16 +76,33 @@ def test_the_peak_of_a_step_is_two_tensors_of_logits_above_what_is_kept() -> Non
     assert meter.peak - kept == pytest.approx(2 * 4 * 8 * 1024 * GPT2.vocab_size, rel=0.01)
 
 
-def test_printed_memory_of_torchs_tracker_differs_by_what_the_text_says() -> None:
-    """The optimizer by 4 bytes a tensor; activations by tokens and targets, less the loss itself."""
-    lines = printed("flops_and_memory", "MemTracker()")
-    told = {line.split()[0]: numbers(line) for line in lines[1:5]}
-    weights, optimizer = told["weights"], told["optimizer"]
-    assert weights[0] == weights[1]
-    num_tensors = 2 + 6 * GPT2.n_layer + 1
-    assert optimizer[0] - optimizer[1] == 4 * num_tensors
-    assert told["activations"][1] - told["activations"][0] == 2 * 8 * 4 * 1024 - 4
-    assert told["temporary"][0] == pytest.approx(2 * 4 * 4 * 1024 * GPT2.vocab_size, rel=0.01)
+def test_what_the_text_says_of_rooflines() -> None:
+    peak, bandwidth, _ = MACHINES["H100"]
+    assert peak / bandwidth == pytest.approx(295, abs=0.5)
+    one = attainable_flops_per_second(1, 768, 3072, 2, peak, bandwidth)
+    assert one / peak == pytest.approx(1 / 300, rel=0.03)
+    told = {
+        line.split("  ")[0]: numbers(line) for line in printed("flops_and_memory", "rooflines.draw_gpus(")
+    }
+    assert told["a head's scores"] == [56.9, 19.3]
+    scores = attainable_flops_per_second(1024, 64, 1024, 2, peak, bandwidth)
+    assert scores / peak == pytest.approx(0.193, abs=0.0005)
+
+
+def test_what_the_text_says_of_llamas() -> None:
+    """Parameters from the shapes in Meta's params.json; the core's share; the plan beside the bill."""
+    h, layers, mlp, keys, v = 4096, 32, 14336, 1024, 128256
+    parameters, tokens, hours = LLAMAS["Llama 3 8B"]
+    assert layers * (2 * h * h + 2 * h * keys + 3 * h * mlp) + 2 * v * h == pytest.approx(
+        parameters, rel=1e-3
+    )
+    assert 12 * layers * h * 8192 / (6 * parameters) == pytest.approx(0.27, abs=0.005)
+    plan = training_plan(int(parameters), int(tokens), 1000, 989e12, 0.4, 80e9)
+    assert hours / plan["gpu_hours"] == pytest.approx(2.5, abs=0.1)
+    *_, largest = printed("flops_and_memory", "machine.show_llamas(")
+    fewest, planned, published, utilization = numbers(largest.removeprefix("Llama 3.1 405B"))
+    assert (fewest, published, utilization) == (81, 30.84, 35)
+    assert published / planned == pytest.approx(1.16, abs=0.005)
 
 
 def test_printed_report_of_the_h100() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from lessons.flops_and_memory.answers import LLAMAS
+from lessons.flops_and_memory.answers import MACHINES as ROOFS
 from lessons.fsdp import overlap
 from lessons.page.hidden import MACHINES
 from lessons.tensor_parallel.answers import drop
@@ -138,6 +140,11 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
     r"ring_t2_.*_block": lambda inputs: smallest_hidden_part(
         32, 32, inputs["TF"] * 1e12, inputs["GBps"] * 1e9
     ),
+    r"roof_.*_TF": lambda inputs: ROOFS[inputs["gpu"].partition("-")[0]][0] / 1e12,
+    r"roof_.*_bw_TBps": lambda inputs: ROOFS[inputs["gpu"].partition("-")[0]][1] / 1e12,
+    r"roof_.*_bw_GBps": lambda inputs: ROOFS[inputs["gpu"].partition("-")[0]][1] / 1e9,
+    r"llama.*_hours": lambda inputs: LLAMAS[inputs["name"]][2] / 1e6,
+    r"llama.*_flops": lambda inputs: 6 * LLAMAS[inputs["name"]][0] * LLAMAS[inputs["name"]][1],
     r"hw_A100-SXM-80_bf16_TF": lambda _: MACHINES["A100, NVLink"][0] / 1e12,
     r"hw_A100-SXM-80_nvlink_uni_GBps": lambda _: MACHINES["A100, NVLink"][1] / 1e9,
     r"hw_H100-SXM_bf16_TF": lambda _: MACHINES["H100, NVLink"][0] / 1e12,

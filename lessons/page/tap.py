@@ -53,7 +53,7 @@ class Tap:
         self.log: list[dict[str, Any]] = []
         """What was sent, in order: `kind`, `bytes` of the whole tensor, `start` and `end` in seconds.
 
-        What somebody has waited for has `waits`, from when to when, and `kept`: how long it was the wire's doing.
+        What somebody has waited for has `waits`, from when to when, and `kept`: how long the wire was why.
         """
         self._busy_until: dict[float, float] = {}
         self._originals: dict[str, Callable] = {}
