@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from nanogpt.grouped import GroupedQueryAttention
 from nanogpt.model import GPT, MLP, CausalSelfAttention, Dropout
 
 
@@ -330,6 +331,63 @@ def tensor_parallel_attention(attention: CausalSelfAttention, group: ProcessGrou
     attention.c_attn = ColumnParallelLinear.from_linear(by_rank, group=group)
     attention.c_proj = RowParallelLinear.from_linear(attention.c_proj, group=group)
     share_dropout(attention.resid_dropout, group, attention.c_attn.weight.device)
+    return attention
+    # end of answer
+
+
+# answer
+def _sum_of_copies(group: ProcessGroup, num_kv_heads: int, size: int, gradient: Tensor) -> Tensor:
+    """The gradient of c_attn, in which the last `size` rows, a key and a value head, are summed over copies.
+
+    Every rank fills the slot of its own head, so one all-reduce of the whole group adds up each of them.
+    """
+    head = group.rank() * num_kv_heads // group.size()
+    slots = gradient.new_zeros(num_kv_heads, size, *gradient.shape[1:])
+    slots[head] = gradient[-size:]
+    dist.all_reduce(slots, group=group)
+    return torch.cat([gradient[:-size], slots[head]])
+
+
+# end of answer
+
+
+def tensor_parallel_grouped_attention(
+    attention: GroupedQueryAttention, group: ProcessGroup
+) -> GroupedQueryAttention:
+    """Cut by heads: rank r has the r-th of n parts of the query heads, and the key and value heads they read.
+
+    Changes and returns the given attention, which is the same on every rank. Of a_kv key and value heads a
+    rank has max(1, a_kv/n): with more ranks than heads, n/a_kv neighbouring ranks have copies of one.
+    `c_attn.weight` ((a/n + 2·max(1, a_kv/n))·d, h), `c_proj.weight` (h, h/n). After backward every gradient
+    is the dense one's part, also in each copy. The forward sends one all-reduce of x's size. The backward
+    sends one, too, and the gradients of copies: no more than gathering them from all ranks takes.
+
+    Raises:
+        ValueError: a does not divide by n, or neither a_kv by n nor n by a_kv; nothing was changed.
+    """
+    # answer
+    n, num_kv_heads = group.size(), attention.num_kv_heads
+    own_heads = shard_size(attention.num_heads, group, "num_heads")
+    if num_kv_heads % n and n % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} and {n} ranks: neither divides the other")
+    own_kv_heads = max(1, num_kv_heads // n)
+    queries, keys, values = torch.arange(attention.num_heads + 2 * num_kv_heads).split(
+        [attention.num_heads, num_kv_heads, num_kv_heads]
+    )
+    order = []  # heads of rank 0, of rank 1, ...: a copied head is there more than once
+    for rank in range(n):
+        first = rank * num_kv_heads // n
+        order += [queries[rank * own_heads : (rank + 1) * own_heads]]
+        order += [heads[first : first + own_kv_heads] for heads in (keys, values)]
+    by_rank = copy.deepcopy(attention.c_attn)
+    for name, parameter in attention.c_attn.named_parameters():
+        heads = parameter.detach().unflatten(0, (-1, attention.head_size))  # (a + 2·a_kv, d, ...)
+        setattr(by_rank, name, nn.Parameter(heads[torch.cat(order)].flatten(0, 1)))
+    attention.c_attn = ColumnParallelLinear.from_linear(by_rank, group=group)
+    attention.c_proj = RowParallelLinear.from_linear(attention.c_proj, group=group)
+    attention.num_heads, attention.num_kv_heads = own_heads, own_kv_heads
+    for parameter in attention.c_attn.parameters() if n > num_kv_heads else ():
+        parameter.register_hook(partial(_sum_of_copies, group, num_kv_heads, 2 * attention.head_size))
     return attention
     # end of answer
 

@@ -175,6 +175,45 @@ def tensor_parallel_attention(attention, group):
     return attention
 
 
+def tensor_parallel_grouped_attention(attention, group):
+    """Values before keys before queries in c_attn, and a group of its own for the copies of a head."""
+    n, rank, d = group.size(), group.rank(), attention.head_size
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    if heads % n or (kv_heads % n and n % kv_heads):
+        raise ValueError(f"{heads} heads and {kv_heads} key heads over {n} ranks leave a rest")
+    copies = max(1, n // kv_heads)
+    together = dist.get_process_group_ranks(group)[rank // copies * copies :][:copies]
+    twins = dist.new_group(together, use_local_synchronization=True) if copies > 1 else None
+
+    def own(whole):
+        q, k, v = whole.detach().split([heads * d, kv_heads * d, kv_heads * d])
+        return torch.cat([part.chunk(n // copies)[rank // copies] for part in (v, k)] + [q.chunk(n)[rank]])
+
+    kv_rows = 2 * max(1, kv_heads // n) * d
+
+    def complete(gradient):
+        shared = summed(gradient[:kv_rows], twins)
+        return torch.cat([shared, gradient[kv_rows:]])
+
+    dense, attention.c_attn = attention.c_attn, nn.Module()
+    for name, parameter in dense.named_parameters():
+        setattr(attention.c_attn, name, nn.Parameter(own(parameter)))
+        if twins is not None:
+            getattr(attention.c_attn, name).register_hook(complete)
+    attention.c_proj = RowParallelLinear.from_linear(attention.c_proj, group=group)
+
+    def forward(self, x):
+        y = F.linear(copy_to_group(x, group), self.c_attn.weight, getattr(self.c_attn, "bias", None))
+        v, k, q = y.split([kv_rows // 2, kv_rows // 2, heads // n * d], -1)
+        q, k, v = (part.unflatten(-1, (-1, d)).transpose(1, 2) for part in (q, k, v))
+        k, v = (part.repeat_interleave(q.size(1) // part.size(1), 1) for part in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+    attention.forward = types.MethodType(forward, attention)
+    return attention
+
+
 def rows_of(size, group):
     """First row and number of rows of this rank; the first ranks have one more."""
     rows = torch.arange(size).tensor_split(group.size())[group.rank()]

@@ -7,6 +7,7 @@ from . import row  # noqa: F401
 from . import dropout  # noqa: F401
 from . import mlp  # noqa: F401
 from . import attention  # noqa: F401
+from . import grouped  # noqa: F401
 from . import embedding  # noqa: F401
 from . import entropy  # noqa: F401
 from . import model  # noqa: F401
