@@ -1,4 +1,4 @@
-"""Grouped-query attention: the copies' gradients are gathered from all ranks, and each adds those of its head."""
+"""Grouped-query attention: the gradients of copies are gathered from all ranks, and each adds its head's."""
 
 import torch
 import torch.distributed as dist

@@ -94,7 +94,8 @@ def grouped_case(trial: Trial, num_kv_heads: int, bias: bool) -> SimpleNamespace
     size = trial.choice([3, 5])
     shape = (HEADS * size, HEADS, num_kv_heads, bias)
     attention = drawn_alike(GroupedQueryAttention(*shape), trial)
-    x, upstream = (trial.normal(2, trial.integer(4, 7), shape[0]) for _ in range(2))
+    sequence = trial.integer(4, 7)
+    x, upstream = (trial.normal(2, sequence, shape[0]) for _ in range(2))
     return SimpleNamespace(
         shape=shape,
         size=size,
