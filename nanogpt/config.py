@@ -85,6 +85,8 @@ class TrainConfig:
 
     parallel: str | None = None
     """Technique for several ranks, which torchrun starts; or several: data_parallel=2+tensor_parallel=2."""
+    model: Path | None = None
+    """A file whose GPT(config, group=None) is parallel by itself: your edited copy of nanogpt/model.py."""
     implementation: str = "solutions"
     """Whose techniques: solutions, torch (PyTorch's own), lessons (your notebooks), or the path of a file."""
 
@@ -104,6 +106,13 @@ class TrainConfig:
             raise ValueError(
                 "--implementation needs --parallel, --checkpoint or --accumulate: "
                 "which technique should it be?"
+            )
+        if self.model is not None and (self.parallel or self.compile):
+            raise ValueError(
+                f"--model {self.model}: its GPT already shares its MLPs out over all ranks, "
+                "and does not go with --parallel"
+                if self.parallel
+                else f"--model {self.model} is trained as it is written, and does not go with --compile"
             )
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head={self.n_head} does not divide n_embd={self.n_embd}")
@@ -125,7 +134,9 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainConfig":
-        paths = {name: Path(values[name]) for name in ("cache", "out_dir") if values.get(name) is not None}
+        paths = {
+            name: Path(values[name]) for name in ("cache", "out_dir", "model") if values.get(name) is not None
+        }
         return cls(**{**values, **paths})
 
 
@@ -137,7 +148,7 @@ MAY_CHANGE = {
 
 
 # What no loss depends on: a run that differs in nothing else must follow the same curve.
-SAME_CURVE = {*MAY_CHANGE, "parallel", "checkpoint", "accumulate"} - {"max_steps"}
+SAME_CURVE = {*MAY_CHANGE, "parallel", "model", "checkpoint", "accumulate"} - {"max_steps"}
 
 
 def same_curve(one: TrainConfig, other: TrainConfig) -> bool:

@@ -89,7 +89,7 @@ def process_group(config: TrainConfig, store: dist.Store | None) -> Iterator[Pla
         yield Place(device=_device(config.device, 0, 1))
         return
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if config.parallel is None and num_ranks > 1:
+    if config.parallel is None and config.model is None and num_ranks > 1:
         raise ValueError(
             f"torchrun started {num_ranks} ranks, but not how they share the work: "
             "add --parallel data_parallel, or start one with python -m nanogpt.train"

@@ -81,7 +81,7 @@ class Trainer:
             model.compile()
         self.module = parallel.build(model, techniques.checkpoint)
         self.optimizer = parallel.optimizer(self.module, config)
-        torch.manual_seed(config.seed + place.rank)
+        torch.manual_seed(config.seed + (0 if parallel.draws_alike else place.rank))
         self.step = 0
         if config.resume:
             self._restore()
@@ -246,7 +246,12 @@ class Report:
         config, place = trainer.config, trainer.place
         self.run_dir, self.config = trainer.run_dir, config
         ranks = f"{place.num_ranks} rank{'s' * (place.num_ranks > 1)}"
-        told = (config.parallel, config.checkpoint and f"checkpoint {config.checkpoint}", ranks)
+        told = (
+            config.model and config.model.name,
+            config.parallel,
+            config.checkpoint and f"checkpoint {config.checkpoint}",
+            ranks,
+        )
         self.title = ", ".join(filter(None, told))
         self.tokens_per_step = config.batch_size * config.block_size
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32

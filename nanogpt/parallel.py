@@ -38,11 +38,13 @@ class Parallel(Technique):
 
     The model that `build` gets has the same weights on every rank. After it, rank r seeds torch with
     seed + r, so plain dropout differs between ranks; where masks must agree, set `Dropout.generator`
-    (the state of every module's `generator` is kept in checkpoints).
+    (the state of every module's `generator` is kept in checkpoints), or `draws_alike` where all must.
     """
 
     axis: Literal["data", "context", "tensor"] = "data"
     """What its ranks share out: sequences, the tokens of each sequence, or every layer (see `Combined`)."""
+    draws_alike: bool = False
+    """Whether every rank goes on with the same random numbers after `build`."""
     clips_by_name: bool = True
     """Whether gradients are clipped where their parameters' names are known."""
 

@@ -66,7 +66,8 @@ def beside(folder: Path, config: TrainConfig) -> Path | None:
     for path in reversed(found):
         with contextlib.suppress(ValueError):
             run = read_run(path.parent)
-            if path.parent != folder and run.train.parallel is None and same_curve(run.train, config):
+            alone = run.train.parallel is None and run.train.model is None
+            if path.parent != folder and alone and same_curve(run.train, config):
                 return path.parent
     return None
 

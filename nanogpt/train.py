@@ -23,6 +23,7 @@ from nanogpt.data import Tokens, load_tokens
 from nanogpt.implementation import load_implementation, require
 from nanogpt.loop import Place, Techniques, Trainer
 from nanogpt.memory import keep_freed_memory
+from nanogpt.own_model import OwnModel
 from nanogpt.technique import Implementation, find_technique
 from nanogpt.unfinished import fill_in
 
@@ -87,6 +88,12 @@ def techniques(config: TrainConfig, place: Place) -> Techniques:
     if ways:
         by_name = {name: (adapter, whose[adapter]) for name, (adapter, _) in ways.items()}
         chosen["parallel"] = combined.on_axes(sizes, by_name, place.device.type)
+    if config.model is not None:
+        file = load_implementation(config.model)
+        require(file, "GPT")
+        chosen["parallel"] = OwnModel(file, dist.group.WORLD if place.num_ranks > 1 else None)
+        if place.rank == 0:
+            print(f"yours: the GPT of {config.model}, from the weights that one rank starts with", flush=True)
     return Techniques(**chosen)
 
 

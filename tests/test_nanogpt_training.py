@@ -334,6 +334,7 @@ def test_a_run_is_drawn_over_the_same_run_on_one_rank(tmp_path: Path) -> None:
     alone = run("alone", max_steps=50)
     run("longer", max_steps=100)
     run("other_ranks", max_steps=50, parallel="zero1")
+    run("own_model", max_steps=50, model=Path("my_model.py"))
     run("other_rate", max_steps=50, learning_rate=1.0)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")

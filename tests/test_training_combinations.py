@@ -61,6 +61,7 @@ def test_two_axes_of_four_ranks_follow_the_curve_of_one() -> None:
         (["--parallel", "context_parallel", "--block-size", "30"], "30"),
         (["--parallel", "tensor_parallel", "--n-head", "1"], "n_head=1"),
         (["--parallel", "ulysses", "--n-head", "1"], "n_head=1"),
+        (["--model", "nanogpt/model.py"], "takes no group"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(options: list[str], says: str, cache: Path) -> None:
