@@ -24,6 +24,12 @@ def shard_size(size: int, group: ProcessGroup, what: str) -> int:
     return size // group.size()
 
 
+def own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """A copy of this rank's slice of x along `dim`."""
+    size = shard_size(x.size(dim), group, f"size({dim})")
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
+
+
 # answer
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the group, in a new tensor: `dist.all_reduce` writes into the one it is given."""
@@ -91,12 +97,6 @@ def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's slice of x along `dim`."""
-    size = shard_size(x.size(dim), group, f"size({dim})")
-    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
-
-
 class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -105,14 +105,14 @@ class _GatherFromGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_slice(gradient, -1, ctx.group), None
+        return own_slice(gradient, -1, ctx.group), None
 
 
 class _ScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _own_slice(x, -1, group)
+        return own_slice(x, -1, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
@@ -180,7 +180,7 @@ class ColumnParallelLinear(nn.Module):
         size = shard_size(out_features, group, "out_features")
         # Drawn whole and cut: ranks that are seeded alike get the slices of one dense layer.
         whole = torch.empty(out_features, in_features).normal_(std=0.02)
-        self.weight = nn.Parameter(_own_slice(whole, 0, group))
+        self.weight = nn.Parameter(own_slice(whole, 0, group))
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
         # end of answer
 
@@ -196,9 +196,9 @@ class ColumnParallelLinear(nn.Module):
         out_features, in_features = linear.weight.shape
         bias = linear.bias is not None
         layer = cls(in_features, out_features, bias, group=group, gather_output=gather_output)
-        layer.weight = nn.Parameter(_own_slice(linear.weight.detach(), 0, group))
+        layer.weight = nn.Parameter(own_slice(linear.weight.detach(), 0, group))
         if bias:
-            layer.bias = nn.Parameter(_own_slice(linear.bias.detach(), 0, group))
+            layer.bias = nn.Parameter(own_slice(linear.bias.detach(), 0, group))
         return layer
         # end of answer
 
@@ -242,7 +242,7 @@ class RowParallelLinear(nn.Module):
         self.group, self.input_is_parallel = group, input_is_parallel
         shard_size(in_features, group, "in_features")
         whole = torch.empty(out_features, in_features).normal_(std=0.02)
-        self.weight = nn.Parameter(_own_slice(whole, 1, group))
+        self.weight = nn.Parameter(own_slice(whole, 1, group))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         # end of answer
 
@@ -258,7 +258,7 @@ class RowParallelLinear(nn.Module):
         out_features, in_features = linear.weight.shape
         bias = linear.bias is not None
         layer = cls(in_features, out_features, bias, group=group, input_is_parallel=input_is_parallel)
-        layer.weight = nn.Parameter(_own_slice(linear.weight.detach(), 1, group))
+        layer.weight = nn.Parameter(own_slice(linear.weight.detach(), 1, group))
         if bias:
             layer.bias = nn.Parameter(linear.bias.detach().clone())
         return layer
@@ -423,7 +423,7 @@ class VocabParallelEmbedding(nn.Module):
         """This rank's rows of a table (v, h), with rows of zeros where it ends early."""
         # answer
         padding = -whole.size(0) % group.size()
-        return _own_slice(F.pad(whole, (0, 0, 0, padding)), 0, group)
+        return own_slice(F.pad(whole, (0, 0, 0, padding)), 0, group)
         # end of answer
 
     def forward(self, idx: Tensor) -> Tensor:

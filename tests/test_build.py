@@ -336,7 +336,7 @@ needs: [subtracting]
 exercises:
   total: {stars: 1, minutes: 5}
   Adder: {stars: 2, minutes: 10}
-  average: {stars: 1, minutes: 5}
+  average: {stars: 1, minutes: 5, optional: true}
 ---
 
 """
@@ -350,9 +350,15 @@ def test_what_a_lesson_takes_stands_below_its_title_and_above_each_exercise(
     lesson = discover(course)[0]
     build.build_lesson(lesson, execute=False, say=quiet)
     cells = nbformat.read(lesson.learner_notebook, as_version=4).cells
-    assert "*About 5 minutes to read and 20 to build. Lesson 03 comes before.*" in cells[0].source
+    told = (
+        "5 minutes to read and 15 to build. Another 5 minutes of exercises may be left out. Lesson 03 comes"
+    )
+    assert f"*About {told} before.*" in cells[0].source
     above = [a.source for a, b in itertools.pairwise(cells) if "exercise" in b.metadata]
-    assert above[1] == "**Exercise: `Adder`** · ★★☆ · about 10 minutes"
+    assert above[1:] == [
+        "**Exercise: `Adder`** · ★★☆ · about 10 minutes",
+        "**Exercise: `average`** · ★☆☆ · about 5 minutes, and may be left out",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +367,11 @@ def test_what_a_lesson_takes_stands_below_its_title_and_above_each_exercise(
         ("reading: 5\n", "", "stand reading, needs and exercises"),
         ("minutes: 10", "hours: 1", "stand reading, needs and exercises"),
         ("reading: 5", "reading: [", "stand reading, needs and exercises"),
-        ("  average: {stars: 1, minutes: 5}\n", "", "the exercises, in their order: total, Adder, average"),
+        (
+            "  average: {stars: 1, minutes: 5, optional: true}\n",
+            "",
+            "the exercises, in their order: total, Adder, average",
+        ),
     ],
 )
 def test_a_wrong_front_is_named(lesson: Lesson, old: str, new: str, message: str) -> None:

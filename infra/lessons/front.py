@@ -25,9 +25,12 @@ class Effort:
     stars: int
     """Difficulty, from 1 to 3."""
     minutes: int
+    optional: bool = False
+    """Whether the rest of the page does without it."""
 
     def __str__(self) -> str:
-        return f"{stars(self.stars)} · about {self.minutes} minutes"
+        left_out = ", and may be left out" if self.optional else ""
+        return f"{stars(self.stars)} · about {self.minutes} minutes{left_out}"
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,13 @@ class Front:
 
     @property
     def building(self) -> int:
-        """Minutes that the exercises take together."""
-        return sum(effort.minutes for effort in self.exercises.values())
+        """Minutes that the exercises take together, without those that may be left out."""
+        return sum(effort.minutes for effort in self.exercises.values() if not effort.optional)
+
+    @property
+    def more(self) -> int:
+        """Minutes of the exercises that may be left out."""
+        return sum(effort.minutes for effort in self.exercises.values() if effort.optional)
 
     @property
     def hardest(self) -> str:
@@ -52,9 +60,16 @@ class Front:
 
     @property
     def hours(self) -> str:
-        """Such as "2¼ h"."""
-        quarters = round((self.reading + self.building) / 15)
-        return f"{quarters // 4 or ''}{('', '¼', '½', '¾')[quarters % 4]} h"
+        """Such as "2¼ h", or "2¼ h and 1 h" where something may be left out."""
+        return " and ".join(
+            in_hours(minutes) for minutes in (self.reading + self.building, self.more) if minutes
+        )
+
+
+def in_hours(minutes: int) -> str:
+    """Such as "2¼ h"."""
+    quarters = round(minutes / 15)
+    return f"{quarters // 4 or ''}{('', '¼', '½', '¾')[quarters % 4]} h"
 
 
 def without(text: str) -> str:

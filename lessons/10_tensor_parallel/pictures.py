@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from grader import run_ranks
-from lessons.page.look import BLUE, GREEN, ORANGE, RED, figure
+from lessons.page.look import BLUE, GREEN, GREY, ORANGE, RANKS, RED, figure
 from lessons.tensor_parallel import answers, measures
 from nanogpt.model import GPT, MLP, GPTConfig
 
@@ -173,6 +173,33 @@ def draw_fused(heads: int = 4, ranks: int = 2) -> None:
         axes.axis("off")
     plt.tight_layout()
     plt.show()
+
+
+def draw_grouped(heads: int = 8) -> None:
+    """Query heads above the key and value heads that they read, on four ranks: a head each, and copies."""
+    _, panels = figure(1, 2, figsize=(10, 2.6))
+    for axes, kv_heads in zip(panels, (4, 2), strict=True):
+        width = heads // kv_heads
+        for i in range(heads):
+            _draw_head(axes, (i, 1.5, 0.92), RANKS[i * 4 // heads], f"$q_{i}$")
+            axes.plot([i + 0.46, (i // width + 0.5) * width - 0.04], [1.5, 0.8], color=GREY, zorder=0)
+        for rank in range(4):
+            head, copies = rank * kv_heads // 4, 4 // kv_heads
+            left = head * width + (rank % copies) * width / copies
+            _draw_head(axes, (left, 0, width / copies - 0.08), RANKS[rank], f"$k_{head} \\; v_{head}$")
+        told = "one on each rank" if kv_heads == 4 else "each is copied to two ranks"
+        axes.set(title=f"4 ranks, {kv_heads} key heads: {told}", xlim=(-0.1, heads), ylim=(-0.1, 2.4))
+        axes.axis("off")
+    names = [plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.75) for color in RANKS]
+    panels[0].legend(names, [f"rank {r}" for r in range(4)], ncols=4, loc="upper left", bbox_to_anchor=(0, 0))
+    plt.tight_layout()
+    plt.show()
+
+
+def _draw_head(axes: plt.Axes, place: tuple[float, float, float], color: str, name: str) -> None:
+    left, bottom, width = place
+    axes.add_patch(plt.Rectangle((left, bottom), width, 0.8, facecolor=color, edgecolor="black", alpha=0.75))
+    axes.text(left + width / 2, bottom + 0.4, name, ha="center", va="center", fontsize=11)
 
 
 def steps_by_size(parallelize: Any, config: GPTConfig, batch: tuple[Tensor, Tensor]) -> dict[int, dict]:
