@@ -564,7 +564,7 @@ def test_the_readme_says_how_long_a_lesson_takes_and_what_is_planned(course: Pat
     lesson.text_path.write_text(FRONT + TEXT)
     (course / "lessons" / "planned.yaml").write_text('"08": [Multiplying, "Many at once."]\n')
     lines = derived.readme_text(course, [Lesson(course, "07", "adding_up")]).splitlines()
-    assert "| 3 | ½ h<br>★★☆ |" in next(line for line in lines if line.startswith("| 07 |"))
+    assert "| 3 | ¼ h, and ¼ h more<br>★★☆ |" in next(line for line in lines if line.startswith("| 07 |"))
     assert lines[lines.index(next(line for line in lines if line.startswith("| 07 |"))) + 1] == (
         "| 08 | *Multiplying*<br>*Many at once.* | | *planned* | |"
     )

@@ -60,15 +60,14 @@ class Front:
 
     @property
     def hours(self) -> str:
-        """Such as "2¼ h", or "2¼ h and 1 h" where something may be left out."""
-        return " and ".join(
-            in_hours(minutes) for minutes in (self.reading + self.building, self.more) if minutes
-        )
+        """Such as "2¼ h", or "2¼ h, and 1 h more" where something may be left out."""
+        more = f", and {in_hours(self.more)} more" if self.more else ""
+        return in_hours(self.reading + self.building) + more
 
 
 def in_hours(minutes: int) -> str:
     """Such as "2¼ h"."""
-    quarters = round(minutes / 15)
+    quarters = max(1, round(minutes / 15))
     return f"{quarters // 4 or ''}{('', '¼', '½', '¾')[quarters % 4]} h"
 
 

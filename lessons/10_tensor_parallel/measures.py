@@ -26,8 +26,8 @@ def block_bytes(width: int) -> tuple[int, int]:
     return 16 * sum(p.numel() for p in block.parameters()), kept_bytes(block, x)
 
 
-def trained_slice(each_draws_its_own: bool, num_steps: int = 50) -> Tensor:
-    """On a rank seeded like the others: its hidden features after training, (8, 16).
+def trained_slice(each_draws_its_own: bool, num_steps: int = 50) -> tuple[Tensor, float]:
+    """On a rank seeded like the others: its hidden features after training, (8, 16), and the loss.
 
     Two cut layers learn what a random network computes. Each rank draws its slices itself, or keeps those
     of layers that all ranks drew whole.
@@ -48,7 +48,7 @@ def trained_slice(each_draws_its_own: bool, num_steps: int = 50) -> Tensor:
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         optimizer.step()
-    return layers[0].weight.detach()
+    return layers[0].weight.detach(), (model(x) - y).square().mean().item()
 
 
 def mlp_on_a_rank(cut: Any, config: GPTConfig, x: Tensor) -> dict[str, Any]:

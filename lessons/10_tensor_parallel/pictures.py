@@ -131,14 +131,15 @@ def draw_twins() -> None:
     for place, (own, told) in enumerate(
         ((True, "each draws its slice"), (False, "each keeps a slice of the whole"))
     ):
-        slices = run_ranks(measures.trained_slice, own, ranks=2)
-        for r, weight in enumerate(slices):
+        (first, loss), (second, _) = run_ranks(measures.trained_slice, own, ranks=2)
+        for r, weight in enumerate((first, second)):
             axes = panels[2 * place + r]
             axes.imshow(weight, cmap="PuOr", vmin=-0.8, vmax=0.8)
             axes.set(xticks=[], yticks=[], xlabel=f"rank {r}")
             if r == 0:
                 axes.set_title(told)
-        print(f"{told}: after 50 steps both ranks have the same features: {torch.equal(*slices)}")
+        same = torch.equal(first, second)
+        print(f"{told}: after 50 steps a loss of {loss:.2f}; the same features, bit for bit: {same}")
     plt.show()
 
 
@@ -179,14 +180,14 @@ def draw_grouped(heads: int = 8) -> None:
     """Query heads above the key and value heads that they read, on four ranks: a head each, and copies."""
     _, panels = figure(1, 2, figsize=(10, 2.6))
     for axes, kv_heads in zip(panels, (4, 2), strict=True):
-        width = heads // kv_heads
         for i in range(heads):
-            _draw_head(axes, (i, 1.5, 0.92), RANKS[i * 4 // heads], f"$q_{i}$")
-            axes.plot([i + 0.46, (i // width + 0.5) * width - 0.04], [1.5, 0.8], color=GREY, zorder=0)
+            rank = i * 4 // heads
+            _draw_head(axes, (i, 1.5, 0.92), RANKS[rank], f"$q_{i}$")
+            axes.plot([i + 0.46, (rank + 0.5) * heads / 4 - 0.04], [1.5, 0.8], color=GREY, zorder=0)
         for rank in range(4):
-            head, copies = rank * kv_heads // 4, 4 // kv_heads
-            left = head * width + (rank % copies) * width / copies
-            _draw_head(axes, (left, 0, width / copies - 0.08), RANKS[rank], f"$k_{head} \\; v_{head}$")
+            head = rank * kv_heads // 4
+            place = (rank * heads / 4, 0, heads / 4 - 0.08)
+            _draw_head(axes, place, RANKS[rank], f"$k_{head} \\; v_{head}$")
         told = "one on each rank" if kv_heads == 4 else "each is copied to two ranks"
         axes.set(title=f"4 ranks, {kv_heads} key heads: {told}", xlim=(-0.1, heads), ylim=(-0.1, 2.4))
         axes.axis("off")
