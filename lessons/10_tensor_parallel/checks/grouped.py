@@ -46,7 +46,8 @@ exercise(
         "Copies of a key head see other queries, so each finds a part of its gradient. A hook on the weight, "
         "parameter.register_hook, may sum these rows, over the ranks with the same head and no others. "
         "Without a new group: zeros for every key head, your part in its place, one all-reduce, and take "
-        "your place out again.",
+        "your place out again. (dist.new_group is for all ranks of the world, also for those outside the "
+        "group, unless it is called with use_local_synchronization=True.)",
     ),
 )
 
@@ -63,7 +64,7 @@ def one_grouped(
     attention = getattr(rank.submission, NAME)(given.to(rank.device), rank.group)
     x = x.clone().requires_grad_()
     with rank.record() as recording:
-        y = attention(x)
+        y = forward(attention, x, shape)
         recording.mark(BACKWARD)
         backward(y, upstream)
     held = describe(attention)
@@ -77,6 +78,24 @@ def one_grouped(
         "twice": describe(attention)["gradients"],
         **held,
     }
+
+
+def forward(attention: GroupedQueryAttention, x: Tensor, shape: tuple) -> Tensor:
+    """On a rank: the output; an error is told what it met."""
+    try:
+        return attention(x)
+    except Exception as error:
+        rows = len(attention.c_attn.weight) // attention.head_size
+        error.add_note(
+            f"the attention had {heads_told(shape[2])}; now num_heads={attention.num_heads}, "
+            f"num_kv_heads={attention.num_kv_heads}, and c_attn.weight has the rows of {rows} heads"
+        )
+        raise
+
+
+def heads_told(num_kv_heads: int) -> str:
+    """Such as "12 query heads and 1 key head"."""
+    return f"{HEADS} query heads and {num_kv_heads} key head{'s' * (num_kv_heads > 1)}"
 
 
 def observe(trial: Trial) -> list[SimpleNamespace]:
@@ -101,7 +120,7 @@ def grouped_case(trial: Trial, num_kv_heads: int, bias: bool) -> SimpleNamespace
         size=size,
         kv_heads=num_kv_heads,
         copies=max(1, trial.num_ranks // num_kv_heads),
-        told=f"{HEADS} query heads, {num_kv_heads} key heads",
+        told=heads_told(num_kv_heads),
         attention=attention,
         weights=weights_of(attention),
         x=x,
