@@ -17,7 +17,8 @@ class _WithoutTheNumber:
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         parent, _, slug = name.rpartition(".")
-        folders = list(HERE.glob(f"[0-9][0-9]_{slug}")) if parent == __name__ else []
+        found = HERE.glob(f"[0-9][0-9]*_{slug}") if parent == __name__ else ()
+        folders = [folder for folder in found if folder.name.partition("_")[2] == slug]
         if not folders:
             return None
         spec = ModuleSpec(name, None, is_package=True)

@@ -197,8 +197,9 @@ def _what_it_takes(lesson: Lesson) -> str:
     told = f"About {lesson.front.reading} minutes to read and {lesson.front.building} to build."
     if lesson.front.more:
         told += f" Another {lesson.front.more} minutes of exercises may be left out."
-    folders = sorted(folder.name for folder in lesson.folder.parent.glob("[0-9][0-9]_*"))
-    before = [name[:2] for name in folders if name[3:] in lesson.front.needs]
+    folders = sorted(folder.name for folder in lesson.folder.parent.glob("[0-9][0-9]*_*"))
+    parted = [name.partition("_") for name in folders]
+    before = [number for number, _, slug in parted if slug in lesson.front.needs]
     if before:
         many = len(before) > 1
         told += (

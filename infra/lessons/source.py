@@ -12,7 +12,7 @@ import jupytext
 from infra.lessons import front
 from infra.lessons.exercises import Exercise, LessonError, read_exercises
 
-FOLDER = re.compile(r"^(\d\d)_(\w+)$")
+FOLDER = re.compile(r"^(\d\d[a-z]?)_(\w+)$")
 # jupytext turns a fence in another language that it can run into a cell magic; here it stays text.
 OTHER_LANGUAGE = re.compile(r"^%%(\w+)\n(.*)", re.DOTALL)
 
@@ -143,8 +143,8 @@ class Lesson:
 
 
 def discover(root: Path) -> list[Lesson]:
-    """Every folder lessons/NN_slug that has a lesson.md, in order."""
-    folders = sorted((root / "lessons").glob("[0-9][0-9]_*/lesson.md"))
+    """Every folder lessons/NN_slug that has a lesson.md, in order; 12b stands between 12 and 13."""
+    folders = sorted((root / "lessons").glob("[0-9][0-9]*_*/lesson.md"))
     names = [FOLDER.match(path.parent.name) for path in folders]
     return [Lesson(root, match[1], match[2]) for match in names if match]
 

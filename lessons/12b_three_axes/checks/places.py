@@ -1,0 +1,134 @@
+"""Checks of `group_along`: which ranks differ in one coordinate alone."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from grader.checks import Trial, check, exercise
+
+from .meshes import Sizes, ranks_along
+
+exercise(
+    "group_along",
+    world_sizes=(1,),
+    distributed=False,
+    hints=(
+        "Write down torch.arange(12).view(2, 3, 2), and look along each of its dimensions. By how much do "
+        "neighbours differ there?",
+        "That step is the product of the sizes of all dimensions further in. A coordinate is rank // step % size.",
+        "Go back by coordinate · step to the first rank of the group, and from there on by steps. Or lay "
+        "torch.arange out, and pick the line that has the rank in it.",
+    ),
+)
+
+MESHES: list[Sizes] = [
+    {"data": 2, "tensor": 2},
+    {"data": 2, "context": 3, "tensor": 4},
+    {"tensor": 4, "data": 3},
+    {"data": 1, "context": 2, "tensor": 2},
+    {"replicas": 2, "data": 2, "context": 2, "tensor": 2},
+    {"data": 5},
+    {"data": 3, "context": 1, "tensor": 2},
+]
+
+
+def probe(rank: Any, calls: list) -> list[dict]:
+    found = []
+    for number, sizes, dim in calls:
+        given = dict(sizes)
+        answer = rank.submission.group_along(number, given, dim)
+        found.append({"answer": answer, "changed": given != sizes})
+    return found
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    drawn = {"data": trial.integer(2, 4), "context": trial.integer(2, 4), "tensor": trial.integer(5, 7)}
+    calls = [
+        (rank, sizes, dim)
+        for sizes in [*MESHES, drawn]
+        for rank in range(math.prod(sizes.values()))
+        for dim in sizes
+    ]
+    return SimpleNamespace(calls=calls, results=trial.run(probe, calls)[0])
+
+
+def cause(seen: SimpleNamespace) -> str:
+    """A slip that gives every answer."""
+    slips = {
+        "the first dimension is taken for the innermost": lambda r, s, d: ranks_along(
+            r, dict(reversed(s.items())), d
+        ),
+        "neighbours along every dimension: this is so for the innermost alone": lambda r, s, d: tuple(
+            range(r // s[d] * s[d], r // s[d] * s[d] + s[d])
+        ),
+        "these are the ranks that have the same coordinate, and not those that differ in it alone": (
+            lambda r, s, d: tuple(
+                o
+                for o in range(math.prod(s.values()))
+                if coordinate(o, s, d) == coordinate(r, s, d)
+            )
+        ),
+        "the group of rank 0": lambda r, s, d: ranks_along(0, s, d),
+    }
+    answers = [listed(result["answer"]) for result in seen.results]
+    for words, slip in slips.items():
+        if all(given == slip(*call) for given, call in zip(answers, seen.calls, strict=True)):
+            return words
+    return ""
+
+
+def coordinate(rank: int, sizes: Sizes, dim: str) -> int:
+    """A rank's place along one dimension."""
+    return ranks_along(rank, sizes, dim).index(rank)
+
+
+def listed(answer: Any) -> Any:
+    """A list as a tuple; anything else is wrong."""
+    return tuple(answer) if isinstance(answer, list) else answer
+
+
+def require(trial: Trial, wanted: Any, help: str) -> None:
+    seen = trial.once(observe)
+    for call, result in zip(seen.calls, seen.results, strict=True):
+        rank, sizes, dim = call
+        right = list(ranks_along(*call))
+        if wanted(*call) and result["answer"] != right:
+            trial.wrong(
+                f"group_along({rank}, {sizes}, {dim!r}) is {result['answer']!r}; expected: {right}",
+                cause=cause(seen),
+                asked=help,
+            )
+
+
+@check("group_along")
+def innermost_ranks_are_neighbours(trial: Trial) -> None:
+    """Along the last dimension, the ranks of a group follow one another."""
+    require(
+        trial,
+        lambda rank, sizes, dim: dim == list(sizes)[-1],
+        "Ranks 0 to t-1 are the first group along an innermost dimension of t ranks. A list, in order.",
+    )
+
+
+@check("group_along")
+def outer_ranks_are_strides_apart(trial: Trial) -> None:
+    """Along any other dimension they are as far apart as all dimensions further in have ranks together."""
+    require(
+        trial,
+        lambda rank, sizes, dim: dim != list(sizes)[-1],
+        "Every coordinate but one stays. Neighbours along a dimension are a product of sizes apart.",
+    )
+
+
+@check("group_along")
+def every_rank_is_in_its_own_group(trial: Trial) -> None:
+    """The group has `rank` itself in it, has as many ranks as the dimension, and the sizes are left as given."""
+    seen = trial.once(observe)
+    for (rank, sizes, dim), result in zip(seen.calls, seen.results, strict=True):
+        told = f"group_along({rank}, {sizes}, {dim!r}) is {result['answer']!r}"
+        answer = listed(result["answer"])
+        is_list = isinstance(result["answer"], list) and all(type(each) is int for each in answer)
+        trial.require(is_list, f"{told}, not a list of whole numbers", help="Return a list of ranks.")
+        trial.require(rank in answer, f"{told}, where rank {rank} itself is missing")
+        trial.require(len(set(answer)) == sizes[dim], f"{told}: expected {sizes[dim]} ranks")
+        trial.require(not result["changed"], "the given sizes were changed", help="Work on a copy.")

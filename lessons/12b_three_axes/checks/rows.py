@@ -1,0 +1,131 @@
+"""Checks of `rows_of`: who gets which rows of the batch."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise, told as told_events
+
+from .meshes import Sizes, mesh_on, meshes, place, ranks_along, told
+
+exercise(
+    "rows_of",
+    world_sizes=(4, 2, 1),
+    hints=(
+        "Which of the three techniques wants the same rows on all its ranks, and which wants others?",
+        'mesh.get_group("data") is the group of the ranks that differ from this one along "data" alone.',
+        "Lesson 08's shard_batch cuts a batch over a group.",
+    ),
+)
+
+
+def probe(rank: Any, all_sizes: list[Sizes], batches: list[Tensor]) -> list[dict]:
+    found = []
+    for sizes in all_sizes:
+        mesh = mesh_on(rank, sizes)
+        before = [batch.clone() for batch in batches]
+        with rank.record() as recording:
+            shares = [rank.submission.rows_of(batch, mesh) for batch in batches]
+        found.append(
+            {
+                "shares": [share.clone() if isinstance(share, Tensor) else None for share in shares],
+                "unchanged": all(torch.equal(a, b) for a, b in zip(before, batches, strict=True)),
+                "recording": recording,
+            }
+        )
+    return found
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    """Row i has numbers that begin with i; the second batch does not divide."""
+    rows = [8, 4 * trial.integer(1, 2) + 3]
+    batches = [10 * torch.arange(b).unsqueeze(1) + torch.arange(3) for b in rows]
+    results = trial.run(probe, meshes(trial), batches)
+    return SimpleNamespace(batches=batches, rows=rows, results=results)
+
+
+def rows_in(share: Tensor | None, batch: Tensor) -> list[int] | None:
+    """Which rows of the batch these are; None where they are none."""
+    if share is None or share.dim() != 2 or share.size(1) != batch.size(1):
+        return None
+    numbers = (share[:, 0] // 10).tolist()
+    whole = all(0 <= i < len(batch) for i in numbers) and torch.equal(share, batch[numbers])
+    return numbers if whole else None
+
+
+def found(trial: Trial) -> list[tuple[Sizes, int, list[list[int] | None]]]:
+    """Mesh, number of the batch, and the rows by rank."""
+    seen = trial.once(observe)
+    return [
+        (sizes, i, [rows_in(result[m]["shares"][i], batch) for result in seen.results])
+        for m, sizes in enumerate(meshes(trial))
+        for i, batch in enumerate(seen.batches)
+    ]
+
+
+@check("rows_of")
+def every_share_is_rows(trial: Trial) -> None:
+    """A rank gets whole rows of the batch."""
+    for sizes, i, by_rank in found(trial):
+        for rank, rows in enumerate(by_rank):
+            trial.require(
+                rows is not None,
+                f"batch {i} on a mesh of {told(sizes)} gave something that is not rows of it",
+                help="Rows are cut, and columns stay: context parallelism cuts tokens by itself.",
+                rank=rank,
+            )
+
+
+@check("rows_of")
+def a_replica_has_one_set_of_rows(trial: Trial) -> None:
+    """Ranks with the same place along "data" get the same rows, wherever "data" stands in the mesh."""
+    for sizes, _, by_rank in found(trial):
+        first: dict[int, int] = {}
+        for rank, rows in enumerate(by_rank):
+            other = first.setdefault(place(rank, sizes)["data"], rank)
+            trial.require(
+                rows == by_rank[other],
+                f'ranks {other} and {rank} have the same place along "data" in a mesh of {told(sizes)}, and rows '
+                f"{by_rank[other]} and {rows}",
+                cause="each rank of the world has rows of its own, as if all of them shared out the batch"
+                if sum(len(each or ()) for each in by_rank) <= max(max(each or [0]) for each in by_rank) + 1
+                else "",
+                help="Ask the mesh for the place along data. Rank numbers alone do not tell it.",
+            )
+
+
+@check("rows_of")
+def together_they_are_the_batch(trial: Trial) -> None:
+    """The shares along "data" are disjoint, and together the batch; two of them differ by at most one row."""
+    seen = trial.once(observe)
+    for sizes, i, by_rank in found(trial):
+        for rank in range(trial.num_ranks):
+            shares = [by_rank[other] or [] for other in ranks_along(rank, sizes, "data")]
+            taken = sorted(row for share in shares for row in share)
+            trial.require(
+                taken == list(range(seen.rows[i])),
+                f'the ranks along "data" from rank {rank} in a mesh of {told(sizes)} have rows {shares} of '
+                f"{seen.rows[i]}",
+                help='Cut over the ranks along "data", as many as there are, also where they do not divide b.',
+            )
+            lengths = [len(share) for share in shares]
+            trial.require(
+                max(lengths) - min(lengths) <= 1,
+                f"shares of {lengths} rows differ by more than one ({told(sizes)})",
+                help="tensor_split deals out what does not divide a row at a time.",
+            )
+
+
+@check("rows_of")
+def nothing_is_sent(trial: Trial) -> None:
+    """Every rank has the whole batch already: nothing is sent, and the batch stays as it is."""
+    seen = trial.once(observe)
+    for r, result in enumerate(seen.results):
+        for each in result:
+            events = each["recording"].select()
+            trial.require(
+                not events, f"this was sent: {told_events(events)}", help="Cut what is there.", rank=r
+            )
+            trial.require(each["unchanged"], "the given batch was changed", rank=r)
