@@ -1,9 +1,9 @@
 """Tensor, context and data parallelism at once, each along a dimension of one mesh of ranks.
 
-Ranks that differ in one coordinate alone form a group, in which one technique works as if it were on its own. What
-is left to do by hand is who gets which rows, in which order the techniques are applied, and how often a number
-counts that several ranks have.
-Notation: b batch, s sequence length, h width, v vocabulary, L layers; d, c, t ranks along data, context, tensor.
+Ranks that differ in one coordinate alone form a group, in which one technique works as if it were on its
+own. What is left to do by hand is who gets which rows, in which order the techniques are applied, and how
+often a number counts that several ranks have.
+Notation: b batch, s sequence length, h width, v vocabulary, L layers; d, c, t ranks along each dimension.
 """
 
 import math
@@ -19,15 +19,16 @@ from nanogpt.model import GPT, GPTConfig
 from solutions.data_parallel import shard_batch
 
 Technique = Callable[[nn.Module, ProcessGroup], nn.Module]
-"""What cuts or wraps a model over a group, such as `tensor_parallelize`, `DataParallel` or `FullySharded`."""
+"""Cuts or wraps a model over a group, as `tensor_parallelize`, `DataParallel` and `FullySharded` do."""
 
 
 def group_along(rank: int, sizes: Mapping[str, int], dim: str) -> list[int]:
-    """The ranks that work together with `rank` along one dimension of a mesh, in ascending order, itself included.
+    """The ranks that work together with `rank` along one dimension of a mesh, in ascending order.
 
-    They are those that differ from it in this coordinate alone. `sizes` has the dimensions from the outermost to
-    the innermost, such as {"data": 2, "context": 4, "tensor": 8}. Ranks lie in it as the numbers 0, 1, 2, ... lie
-    in a tensor of this shape: along the last dimension neighbours differ by 1. No process group is needed.
+    They are `rank` itself and those that differ from it in this coordinate alone. `sizes` has the
+    dimensions from the outermost to the innermost, such as {"data": 2, "context": 4, "tensor": 8}. Ranks
+    lie in it as the numbers 0, 1, 2, ... lie in a tensor of this shape: along the last dimension neighbours
+    differ by 1. No process group is needed.
     """
     # answer
     names = list(sizes)
@@ -40,9 +41,9 @@ def group_along(rank: int, sizes: Mapping[str, int], dim: str) -> list[int]:
 def rows_of(batch: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a global batch (b, ...), which every rank has: its share along "data".
 
-    Ranks with the same place along "data" get the same rows, all of their columns. The shares of different places
-    are disjoint, and together they are the batch; two of them differ by at most one row. The dimensions of the
-    mesh stand in any order. Nothing is sent.
+    Ranks with the same place along "data" get the same rows, all of their columns. The shares of different
+    places are disjoint, and together they are the batch; two of them differ by at most one row. The
+    dimensions of the mesh stand in any order. Nothing is sent, and the batch stays as it is.
     """
     # answer
     return shard_batch(batch, mesh.get_group("data"))
@@ -53,15 +54,19 @@ def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, T
     """Cut and wrap a GPT along all dimensions of a mesh, so that it trains as on one rank.
 
     `techniques` has a function of a module and a group for each dimension that may be there, in any order:
-    "tensor" cuts layers, "context" cuts tokens, "data" wraps what they made. Each dimension of the mesh gets its
-    technique, with its own group, in the order in which gradients come out right. The mesh may lack some of the
-    three, and has them in any order. Returns the module to call.
+    "tensor" cuts layers, "context" cuts tokens, "data" wraps what they made. Each dimension of the mesh
+    gets its technique, with its own group, in the order in which gradients come out right. The mesh may
+    lack some of the three, and has them in any order. Returns the module to call.
 
     Raises:
         ValueError: a dimension of the mesh has no technique; nothing has been applied by then.
     """
     # answer
-    order = ("tensor", "context", "data")  # what holds parameters or hooks on them comes after what replaces them
+    order = (
+        "tensor",
+        "context",
+        "data",
+    )  # what holds parameters or hooks on them comes after what replaces them
     names = mesh.mesh_dim_names or ()
     missing = [name for name in names if name not in techniques or name not in order]
     if missing:
@@ -77,13 +82,13 @@ def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, T
 def gradient_norm(
     gradients: Mapping[str, Tensor], cut_along: Mapping[str, Collection[str]], mesh: DeviceMesh
 ) -> Tensor:
-    """The Euclidean norm of the whole gradient, of which the ranks of a mesh have parts and copies: a scalar.
+    """The Euclidean norm of the whole gradient, of which the ranks of a mesh have parts and copies.
 
-    It is the same on every rank. `gradients` are this rank's, by parameter, complete, but of a ZeRO-3 shard that
-    is empty: this one may be missing. `cut_along` has for every parameter the dimensions of the mesh along which
-    it is cut. Ranks that differ there have different parts of its gradient. Ranks that differ elsewhere have
-    copies, which count once. Squares are added up in float32 or wider. What travels is a few numbers, and no
-    gradient. The gradients stay as they are.
+    It is a scalar, the same on every rank. `gradients` are this rank's, by parameter; an empty shard of
+    ZeRO-3 may be missing. `cut_along` has for every parameter the dimensions of the mesh along which it is
+    cut. Ranks that differ there have different parts of its gradient. Ranks that differ elsewhere have
+    copies, which count once. Squares are added up in float32 or wider. What travels is a few numbers, and
+    no gradient. The gradients stay as they are.
     """
     # answer
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -93,7 +98,7 @@ def gradient_norm(
         square += gradient.double().square().sum() / copies
     for dim in sizes:
         dist.all_reduce(square, group=mesh.get_group(dim))
-    return square.sqrt().float()
+    return square.sqrt()
     # end of answer
 
 
@@ -102,15 +107,16 @@ def bytes_by_axis(
 ) -> dict[str, float]:
     """Bytes that one rank sends in a step along "data", "context" and "tensor", in float32, round rings.
 
-    `config` has no biases, and `batch_size` rows of `block_size` tokens are those of all ranks together. `sizes`
-    has the ranks along each of the three dimensions. Numbers that are few are left out: losses, counts, norms.
+    `config` has no biases, and `batch_size` rows of `block_size` tokens are those of all ranks together.
+    `sizes` has the ranks along each of the three dimensions. Numbers that are few are left out: losses,
+    counts, norms.
 
-    - tensor (lesson 10): an all-reduce of a rank's (b/d, s/c, h) for each of the two sums of a layer's forward, the
-      two of its backward, the embedding's output, and the head's input gradient.
-    - context (lesson 12): 6(c-1) blocks a layer, each a rank's keys or values, of its rows, tokens and heads; and
-      an all-reduce of all gradients of a rank.
-    - data (lessons 08 and 09): an all-reduce of all gradients of a rank; with `zero3` two all-gathers of its
-      weights and a reduce-scatter instead.
+    - tensor (lesson 10): an all-reduce of a rank's (b/d, s/c, h) for each of the two sums of a layer's
+      forward, the two of its backward, the embedding's output, and the head's input gradient.
+    - context (lesson 12): 6(c-1) blocks a layer, each a rank's keys or values, of its rows, tokens and
+      heads; and an all-reduce of all gradients of a rank.
+    - data (lessons 08 and 09): an all-reduce of all gradients of a rank; with `zero3` two all-gathers of
+      its weights and a reduce-scatter instead.
 
     Of the blocks' matrices and of the token table a rank has 1/t, of positions and norms all.
     """
@@ -135,10 +141,10 @@ def bytes_by_axis(
 def weighed_loss(loss: Tensor, targets: Tensor, mesh: DeviceMesh) -> Tensor:
     """A rank's loss, weighed so that its plain mean along "data" is the mean over all counted targets.
 
-    `loss` is the mean over the counted targets of this rank's rows, as a module on the mesh returns it: the same
-    on ranks with the same rows. `targets` (b/d, s) are these rows, whole; -1 does not count, and every rank has
-    some that do. So is the gradient: its plain mean along "data" is that of one rank on the whole batch. Only a
-    count travels.
+    `loss` is the mean over the counted targets of this rank's rows, as a module on the mesh returns it: the
+    same on ranks with the same rows. `targets` (b/d, s) are these rows, whole; -1 does not count, and every
+    rank has some that do. So is the gradient: its plain mean along "data" is that of one rank on the whole
+    batch. Only a count travels.
     """
     # answer
     data = mesh.get_group("data")

@@ -1,4 +1,4 @@
-"""What the capstone of Part II grades: a mesh, who has which rows, techniques on its axes, one norm, bytes by axis.
+"""What the capstone of Part II grades: who is where on a mesh, who has what of it, and what that sends.
 
 The checks of each exercise are in a file of their own. They run in the order in which they are imported.
 """

@@ -13,9 +13,10 @@ exercise(
     world_sizes=(1,),
     distributed=False,
     hints=(
-        "Write down torch.arange(12).view(2, 3, 2), and look along each of its dimensions. By how much do "
-        "neighbours differ there?",
-        "That step is the product of the sizes of all dimensions further in. A coordinate is rank // step % size.",
+        "Write down torch.arange(12).view(2, 3, 2), and look along each of its dimensions. By how much "
+        "do neighbours differ there?",
+        "That step is the product of the sizes of all dimensions further in. A coordinate is "
+        "rank // step % size.",
         "Go back by coordinate · step to the first rank of the group, and from there on by steps. Or lay "
         "torch.arange out, and pick the line that has the rank in it.",
     ),
@@ -63,9 +64,7 @@ def cause(seen: SimpleNamespace) -> str:
         ),
         "these are the ranks that have the same coordinate, and not those that differ in it alone": (
             lambda r, s, d: tuple(
-                o
-                for o in range(math.prod(s.values()))
-                if coordinate(o, s, d) == coordinate(r, s, d)
+                o for o in range(math.prod(s.values())) if coordinate(o, s, d) == coordinate(r, s, d)
             )
         ),
         "the group of rank 0": lambda r, s, d: ranks_along(0, s, d),
@@ -122,7 +121,7 @@ def outer_ranks_are_strides_apart(trial: Trial) -> None:
 
 @check("group_along")
 def every_rank_is_in_its_own_group(trial: Trial) -> None:
-    """The group has `rank` itself in it, has as many ranks as the dimension, and the sizes are left as given."""
+    """The group has `rank` itself in it, and as many ranks as the dimension; the sizes stay as given."""
     seen = trial.once(observe)
     for (rank, sizes, dim), result in zip(seen.calls, seen.results, strict=True):
         told = f"group_along({rank}, {sizes}, {dim!r}) is {result['answer']!r}"

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise, told as told_events
+from grader.checks import Trial, check, exercise
+from grader.checks import told as told_events
 
 from .meshes import Sizes, mesh_on, meshes, place, ranks_along, told
 
@@ -87,8 +88,8 @@ def a_replica_has_one_set_of_rows(trial: Trial) -> None:
             other = first.setdefault(place(rank, sizes)["data"], rank)
             trial.require(
                 rows == by_rank[other],
-                f'ranks {other} and {rank} have the same place along "data" in a mesh of {told(sizes)}, and rows '
-                f"{by_rank[other]} and {rows}",
+                f'ranks {other} and {rank} have the same place along "data" in a mesh of {told(sizes)}, '
+                f"and rows {by_rank[other]} and {rows}",
                 cause="each rank of the world has rows of its own, as if all of them shared out the batch"
                 if sum(len(each or ()) for each in by_rank) <= max(max(each or [0]) for each in by_rank) + 1
                 else "",
@@ -106,9 +107,9 @@ def together_they_are_the_batch(trial: Trial) -> None:
             taken = sorted(row for share in shares for row in share)
             trial.require(
                 taken == list(range(seen.rows[i])),
-                f'the ranks along "data" from rank {rank} in a mesh of {told(sizes)} have rows {shares} of '
-                f"{seen.rows[i]}",
-                help='Cut over the ranks along "data", as many as there are, also where they do not divide b.',
+                f'the ranks along "data" from rank {rank} in a mesh of {told(sizes)} have rows {shares} '
+                f"of {seen.rows[i]}",
+                help='Cut over the ranks along "data", also where they do not divide b.',
             )
             lengths = [len(share) for share in shares]
             trial.require(

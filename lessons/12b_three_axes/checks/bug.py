@@ -1,0 +1,143 @@
+"""Checks of `weighed_loss`: each target counts once, however many ranks look at it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grader.checks import Trial, check, exercise
+from grader.checks import told as told_events
+
+from .meshes import mesh_on, meshes, place, told
+
+exercise(
+    "weighed_loss",
+    world_sizes=(4, 2, 1),
+    hints=(
+        "On four data-parallel ranks it is right. What do two ranks along tensor or context have in common?",
+        "Print `everywhere` on each mesh, and count the targets by hand.",
+        "Ranks that differ along tensor or context count the same targets. Sum the counts along data alone.",
+    ),
+)
+
+
+def probe(rank: Any, cases: list) -> list[dict]:
+    found = []
+    for sizes, logits, targets in cases:
+        mesh = mesh_on(rank, sizes)
+        logits = logits.requires_grad_()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        with rank.record() as recording:
+            weighed = rank.submission.weighed_loss(loss, targets, mesh)
+        if isinstance(weighed, Tensor) and weighed.requires_grad and weighed.numel() == 1:
+            weighed.backward()
+        value = weighed.detach() if isinstance(weighed, Tensor) else weighed
+        found.append({"loss": value, "gradient": logits.grad, "recording": recording})
+    return found
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    """Places along "data" count different numbers of targets; ranks with the same rows have the same."""
+    plans = meshes(trial)
+    drawn = []
+    for sizes in plans:
+        shares = []
+        for place_along in range(sizes["data"]):
+            targets = trial.tokens(20, 2, 8)
+            targets[:, : 1 + place_along] = -1
+            targets[0, -trial.integer(1, 3) :] = -1
+            shares.append((trial.normal(2, 8, 20, dtype=torch.float64), targets))
+        drawn.append(shares)
+    by_rank = [
+        ([(sizes, *shares[place(r, sizes)["data"]]) for sizes, shares in zip(plans, drawn, strict=True)],)
+        for r in range(trial.num_ranks)
+    ]
+    return SimpleNamespace(plans=plans, drawn=drawn, results=trial.run(probe, per_rank=by_rank))
+
+
+def weighed(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """The weighed loss, and its gradient."""
+    leaf = logits.detach().clone().requires_grad_()
+    loss = weight * F.cross_entropy(leaf.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+def by_weight(seen: SimpleNamespace, i: int, weigh: Any, n: int) -> list[tuple[Tensor, Tensor]]:
+    """Loss and gradient of every rank, weighed by a function of counts along data and this rank's place."""
+    sizes, shares = seen.plans[i], seen.drawn[i]
+    counts = [int((targets != -1).sum()) for _, targets in shares]
+    own = [place(r, sizes)["data"] for r in range(n)]
+    return [weighed(*shares[p], weigh(counts, p, sizes)) for p in own]
+
+
+def others(n: int) -> dict[str, Any]:
+    """Sentence → the weight that a slip leads to."""
+    return {
+        "every target is counted once for each rank that has it: the loss is too small by as many": (
+            lambda counts, p, sizes: counts[p] * sizes["data"] ** 2 / (sum(counts) * n)
+        ),
+        "weighed by the ranks of the world, where the mean is along data alone": (
+            lambda counts, p, sizes: counts[p] * n / sum(counts)
+        ),
+        "it is not weighed": lambda counts, p, sizes: 1.0,
+        "it is this rank's part of the mean: the mean along data divides once more": (
+            lambda counts, p, sizes: counts[p] / sum(counts)
+        ),
+    }
+
+
+def require(trial: Trial, part: int, what: str, alone: bool) -> None:
+    seen = trial.once(observe)
+    for i, sizes in enumerate(seen.plans):
+        if alone != (sizes["data"] == trial.num_ranks):
+            continue
+        right = by_weight(seen, i, lambda counts, p, s: counts[p] * s["data"] / sum(counts), trial.num_ranks)
+        slips = {
+            words: [each[part] for each in by_weight(seen, i, weigh, trial.num_ranks)]
+            for words, weigh in others(trial.num_ranks).items()
+        }
+        trial.close(
+            f"{what} on a mesh of {told(sizes)}",
+            [result[i]["gradient" if part else "loss"] for result in seen.results],
+            [each[part] for each in right],
+            slips if trial.num_ranks > 1 else {},
+            help="loss · counted · d / counted by all places along data",
+        )
+
+
+@check("weighed_loss")
+def on_data_alone_it_is_weighed_by_targets(trial: Trial) -> None:
+    """Where all ranks lie along data, each counts as much as it has targets that count."""
+    require(trial, 0, "the weighed loss", alone=True)
+    require(trial, 1, "the gradient", alone=True)
+
+
+@check("weighed_loss", world_sizes=(4, 2))
+def on_a_mesh_every_target_counts_once(trial: Trial) -> None:
+    """Where ranks along tensor or context have the same rows, the loss is weighed as if they were one."""
+    require(trial, 0, "the weighed loss", alone=False)
+
+
+@check("weighed_loss", world_sizes=(4, 2))
+def gradients_are_weighed_alike(trial: Trial) -> None:
+    """So is the gradient that flows back from it."""
+    require(trial, 1, "the gradient", alone=False)
+
+
+@check("weighed_loss")
+def only_a_count_travels(trial: Trial) -> None:
+    """What is sent is a number or two, and no loss of every token."""
+    seen = trial.once(observe)
+    for rank, result in enumerate(seen.results):
+        for sizes, each in zip(seen.plans, result, strict=True):
+            events = [event for event in each["recording"].select() if len(event.group) > 1]
+            numbers = sum(event.num_elements for event in events)
+            trial.require(
+                numbers <= 8,
+                f"{numbers} numbers were sent on a mesh of {told(sizes)}: {told_events(events)}",
+                help="Only how many targets count must be known elsewhere.",
+                rank=rank,
+            )

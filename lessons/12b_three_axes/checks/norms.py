@@ -1,0 +1,164 @@
+"""Checks of `gradient_norm`: parts are added up, and copies count once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, check, exercise
+from grader.checks import told as told_events
+
+from .meshes import Sizes, mesh_on, meshes, place, told
+
+exercise(
+    "gradient_norm",
+    world_sizes=(4, 2, 1),
+    hints=(
+        "Add up the squares of all numbers that a rank has, and sum that over all ranks. How often has each "
+        "number been counted?",
+        "As often as there are ranks with a copy: the product of the sizes of all dimensions along which the "
+        "parameter is not cut. Divide its squares by that before you sum.",
+        "Sum over the whole mesh by an all-reduce along each dimension in turn. Every rank must take part in "
+        "each, also a rank that lacks a gradient.",
+    ),
+)
+
+PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "matrix": ((24, 30), ("tensor",)),
+    "norm": ((33,), ()),
+    "shard of a matrix": ((40, 30), ("tensor", "data")),
+    "shard of a norm": ((17,), ("data",)),
+    "shard of one number": ((1,), ("data",)),
+    "of parts of tokens": ((20, 12), ("context",)),
+}
+"""Name → shape of the whole gradient, and the dimensions along which it is cut."""
+KINDS = {"float32": torch.float32, "float64": torch.float64, "float16 of hundreds": torch.float16}
+
+
+def own_part(whole: Tensor, cut: tuple[str, ...], rank: int, sizes: Sizes) -> Tensor:
+    """A rank's part of a gradient, flat; empty where there are fewer numbers than ranks."""
+    flat = whole.flatten()
+    for dim in cut:
+        flat = flat.tensor_split(sizes[dim])[place(rank, sizes)[dim]]
+    return flat.clone()
+
+
+def probe(rank: Any, cases: list) -> list[dict]:
+    found = []
+    for sizes, gradients, cut_along in cases:
+        mesh = mesh_on(rank, sizes)
+        before = {name: gradient.clone() for name, gradient in gradients.items()}
+        with rank.record() as recording:
+            norm = rank.submission.gradient_norm(gradients, cut_along, mesh)
+        same = all(torch.equal(before[name], gradient) for name, gradient in gradients.items())
+        norm = norm.detach().double() if isinstance(norm, Tensor) and norm.numel() == 1 else norm
+        norm = torch.tensor(float(norm), dtype=torch.float64) if isinstance(norm, float) else norm
+        found.append({"norm": norm, "unchanged": same, "recording": recording})
+    return found
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    """Every mesh in float32, and the first in other dtypes; norms and shards of several sizes."""
+    plans = [(sizes, "float32") for sizes in meshes(trial)]
+    plans += [(meshes(trial)[0], kind) for kind in KINDS if kind != "float32"]
+    wholes = []
+    for _, kind in plans:
+        scale = 300.0 if kind.startswith("float16") else 1.0
+        wholes.append({n: (scale * trial.normal(*s)).to(KINDS[kind]) for n, (s, _) in PARAMETERS.items()})
+    by_rank = []
+    for rank in range(trial.num_ranks):
+        cases = []
+        for (sizes, _), whole in zip(plans, wholes, strict=True):
+            own = {name: own_part(whole[name], cut, rank, sizes) for name, (_, cut) in PARAMETERS.items()}
+            present = {name: part for name, part in own.items() if part.numel()}
+            cases.append((sizes, present, {name: list(cut) for name, (_, cut) in PARAMETERS.items()}))
+        by_rank.append((cases,))
+    results = trial.run(probe, per_rank=by_rank)
+    return SimpleNamespace(plans=plans, wholes=wholes, by_rank=by_rank, results=results)
+
+
+def root(squares: Any) -> Tensor:
+    return torch.as_tensor(squares, dtype=torch.float64).sqrt()
+
+
+def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
+    """Cause → the norm that it leads to, by rank."""
+    (sizes, _), whole = seen.plans[i], seen.wholes[i]
+    squares = {name: x.double().square().sum() for name, x in whole.items()}
+    local = [
+        sum(gradient.double().square().sum() for gradient in cases[i][1].values())
+        for (cases,) in seen.by_rank
+    ]
+
+    def group_sum(rank: int, dims: tuple[str, ...]) -> Tensor:
+        own = place(rank, sizes)
+        fixed = [dim for dim in sizes if dim not in dims]
+        return sum(local[o] for o in range(num_ranks) if all(place(o, sizes)[d] == own[d] for d in fixed))
+
+    every = range(num_ranks)
+    known: dict[str, Any] = {
+        "what several ranks have counts once for each of them": root(sum(local)),
+        "it is that of this rank's own numbers": [root(x) for x in local],
+        "ranks' norms are added up, where their squares belong": sum(root(x) for x in local),
+        "it is the square of the norm": sum(squares.values()),
+        "what no dimension cuts is left out": root(sum(squares[n] for n, (_, c) in PARAMETERS.items() if c)),
+        "it is averaged over the ranks": root(sum(local) / num_ranks),
+    }
+    for dim in sizes:
+        if sizes[dim] > 1:
+            known[f'all of it is summed along "{dim}" alone'] = [root(group_sum(r, (dim,))) for r in every]
+    return known
+
+
+def require_norm(trial: Trial, kinds: tuple[str, ...], help: str) -> None:
+    seen = trial.once(observe)
+    for i, (sizes, kind) in enumerate(seen.plans):
+        if kind not in kinds:
+            continue
+        right = root(sum(x.double().square().sum() for x in seen.wholes[i].values()))
+        right_slips = {
+            cause: value
+            for cause, value in slips(seen, i, trial.num_ranks).items()
+            if trial.num_ranks > 1 or "square of" in cause
+        }
+        trial.close(
+            f"the norm on a mesh of {told(sizes)} ({kind})",
+            [result[i]["norm"] for result in seen.results],
+            right,
+            right_slips,
+            help,
+            rtol=1e-5,
+        )
+
+
+@check("gradient_norm")
+def every_number_counts_once(trial: Trial) -> None:
+    """On every mesh the norm is that of the whole gradient: parts are added up, and copies count once."""
+    require_norm(
+        trial, ("float32",), "Divide a parameter's squares by the number of ranks that have a copy of them."
+    )
+
+
+@check("gradient_norm")
+def squares_are_added_up_in_float32(trial: Trial) -> None:
+    """Gradients of float64, and of float16 whose squares float16 can not hold, have the right norm too."""
+    require_norm(trial, tuple(KINDS), "gradient.float() before it is squared, or wider.")
+
+
+@check("gradient_norm")
+def no_gradient_travels(trial: Trial) -> None:
+    """Only a few numbers are sent, and the given gradients stay as they are."""
+    seen = trial.once(observe)
+    most = 8 * len(PARAMETERS) + 64
+    for rank, result in enumerate(seen.results):
+        for (sizes, _), each in zip(seen.plans, result, strict=True):
+            events = [event for event in each["recording"].select() if len(event.group) > 1]
+            sent = sum(event.num_elements for event in events)
+            trial.require(
+                sent <= most,
+                f"{sent} numbers were sent on a mesh of {told(sizes)}: {told_events(events)}",
+                help="A sum of squares is one number. Send that, and no gradient.",
+                rank=rank,
+            )
+            trial.require(each["unchanged"], "a given gradient was changed", help="Square a copy.", rank=rank)
