@@ -62,11 +62,7 @@ def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, T
         ValueError: a dimension of the mesh has no technique; nothing has been applied by then.
     """
     # answer
-    order = (
-        "tensor",
-        "context",
-        "data",
-    )  # what holds parameters or hooks on them comes after what replaces them
+    order = ("tensor", "context", "data")  # hooks on parameters come after what replaces these
     names = mesh.mesh_dim_names or ()
     missing = [name for name in names if name not in techniques or name not in order]
     if missing:

@@ -56,8 +56,9 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
         },
         "each hop carries keys and values: two blocks": {"blocks": 3 * (c - 1)},
         "the two ends are missing: 4 sums a layer, and 2 more": {"sums": 4 * layers},
-        "the backward is missing: two sums a layer in each direction": {"sums": 2 * layers + 1},
-        "an all-reduce sends its tensor once: it is a reduce-scatter and an all-gather": {"reduce": 1},
+        "half: backward sums as often as forward, and an all-reduce sends its tensor in two rounds": {
+            "reduce": 1
+        },
         "ZeRO-3 is counted as an all-reduce: it gathers the weights twice": {"times": 2},
         "ZeRO-3's way is counted always": {"times": 3},
         "a ring sends (n-1)/n of the tensor in each half: that is counted as all of it": {

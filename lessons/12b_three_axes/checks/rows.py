@@ -40,8 +40,8 @@ def probe(rank: Any, all_sizes: list[Sizes], batches: list[Tensor]) -> list[dict
 
 
 def observe(trial: Trial) -> SimpleNamespace:
-    """Row i has numbers that begin with i; the second batch does not divide."""
-    rows = [8, 4 * trial.integer(1, 2) + 3]
+    """Row i has numbers that begin with i; the last two batches do not divide."""
+    rows = [8, 4 * trial.integer(1, 2) + 3, 13]
     batches = [10 * torch.arange(b).unsqueeze(1) + torch.arange(3) for b in rows]
     results = trial.run(probe, meshes(trial), batches)
     return SimpleNamespace(batches=batches, rows=rows, results=results)
