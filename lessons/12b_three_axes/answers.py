@@ -11,7 +11,7 @@ LLAMA_3_405B = (
     {"gpus": 16384, "tensor": 8, "context": 1, "pipeline": 16, "length": 8192, "tflops": 400},
     {"gpus": 16384, "tensor": 8, "context": 16, "pipeline": 16, "length": 131072, "tflops": 380},
 )
-"""arXiv:2407.21783, table 4: ranks along each axis, tokens of a sequence, TFLOP/s of a GPU. 16M tokens a batch."""
+"""arXiv:2407.21783, table 4: ranks along each axis, tokens of a sequence, TFLOP/s of a GPU."""
 BATCH_TOKENS = 16 * 2**20
 
 MACHINE = 8
@@ -42,7 +42,7 @@ def seconds_by_axis(order: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
 
 
 def orders() -> list[tuple[tuple[str, ...], float]]:
-    """All orders of the three axes, from outermost to innermost, with the seconds on the wire; the best first."""
+    """All orders of the three axes, outermost first, with the seconds on the wire; the best comes first."""
     total = {order: sum(s for s, _ in seconds_by_axis(order).values()) for order in permutations(SIZES)}
     return sorted(total.items(), key=lambda item: item[1])
 

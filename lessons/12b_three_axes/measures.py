@@ -97,15 +97,15 @@ def cut_along(name: str, sharded: bool) -> set[str]:
 
 
 def norms(norm: Callable, assemble: Callable, techniques: Mapping, sizes: Sizes, sharded: bool) -> dict:
-    """On a rank: the norm of one rank's gradient, and what three programs make of the parts."""
+    """On a rank: the norm of its own numbers, of all ranks' squares, and as `norm` has it ("yours")."""
     mesh = mesh_of(sizes)
     gradients, cut = gradients_on(assemble, techniques, mesh, sharded)
     own = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum()
     every = own.clone()
     dist.all_reduce(every)
     return {
-        "one rank's numbers": own.sqrt().item(),
-        "squares of all ranks": every.sqrt().item(),
+        "own": own.sqrt().item(),
+        "all": every.sqrt().item(),
         "yours": float(norm(gradients, cut, mesh)),
     }
 

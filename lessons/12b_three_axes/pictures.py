@@ -96,12 +96,11 @@ def show_norms(norm: Callable, assemble: Callable, techniques: Mapping, sharded:
         "context × tensor": (techniques, sizes_of(context=2, tensor=2), False),
         "ZeRO-3 × tensor": (sharded, sizes_of(data=2, tensor=2), True),
     }
-    print(
-        f"{'norm on one rank':18} {whole:.4f}\n\n{'':18} {'rank 0 alone':>13} {'all squares':>12} {'yours':>8}"
-    )
+    print(f"{'norm on one rank':18} {whole:.4f}\n")
+    print(f"{'':18} {'rank 0 alone':>13} {'all squares':>12} {'yours':>8}")
     for told, (ways, sizes, zero3) in cases.items():
         ranks = run_ranks(measures.norms, norm, assemble, ways, sizes, zero3, ranks=4)
-        numbers = f"{ranks[0]["one rank's numbers"]:13.4f} {ranks[0]['squares of all ranks']:12.4f}"
+        numbers = f"{ranks[0]['own']:13.4f} {ranks[0]['all']:12.4f}"
         print(f"{told:18} {numbers} {ranks[0]['yours']:8.4f}")
 
 
