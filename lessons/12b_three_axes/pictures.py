@@ -1,7 +1,6 @@
 """The pictures of the lesson, a line each to call."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import matplotlib.pyplot as plt
 
@@ -98,10 +97,9 @@ def show_norms(norm: Callable, assemble: Callable, techniques: Mapping, sharded:
     }
     print(f"{'norm on one rank':18} {whole:.4f}\n")
     print(f"{'':18} {'rank 0 alone':>13} {'all squares':>12} {'yours':>8}")
-    for told, (ways, sizes, zero3) in cases.items():
-        ranks = run_ranks(measures.norms, norm, assemble, ways, sizes, zero3, ranks=4)
-        numbers = f"{ranks[0]['own']:13.4f} {ranks[0]['all']:12.4f}"
-        print(f"{told:18} {numbers} {ranks[0]['yours']:8.4f}")
+    asked = [(norm, assemble, *case) for case in cases.values()]
+    for told, found in zip(cases, run_ranks(measures.each, measures.norms, asked, ranks=4)[0], strict=True):
+        print(f"{told:18} {found['own']:13.4f} {found['all']:12.4f} {found['yours']:8.4f}")
 
 
 def draw_orders() -> None:
@@ -138,10 +136,11 @@ def show_weighed(weigh: Callable, norm: Callable, assemble: Callable, techniques
         "data × context": sizes_of(data=2, context=2),
     }
     print(f"{'':15} {'loss, step 1':>13} {'step 12':>9} {'gradient norm, step 1':>23} {'step 12':>9}")
-    for told, sizes in meshes.items():
-        arguments = (weigh, norm, assemble, techniques, sizes, 12)
-        ranks: Any = run_ranks(measures.weighed_run, *arguments, ranks=4 if told != "one rank" else 1)
-        (first, before), (last, after) = ranks[0][0], ranks[0][-1]
+    runs = [(weigh, norm, assemble, techniques, sizes, 12) for sizes in meshes.values()]
+    found = run_ranks(measures.weighed_run, *runs[0], ranks=1)
+    found += run_ranks(measures.each, measures.weighed_run, runs[1:], ranks=4)[0]
+    for told, steps in zip(meshes, found, strict=True):
+        (first, before), (last, after) = steps[0], steps[-1]
         print(f"{told:15} {first:13.3f} {last:9.3f} {before:23.3f} {after:9.3f}")
 
 

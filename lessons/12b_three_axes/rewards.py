@@ -16,8 +16,9 @@ def parallelize_on_mesh(yours: Any) -> None:  # the name of its exercise
     print("MB that a rank sends in a step, with your assembly of the course's techniques:")
     print(f"{'':18} {'data':>7} {'context':>9} {'tensor':>8}")
     meshes = (sizes_of(data=2, tensor=2), sizes_of(data=2, context=2), sizes_of(context=2, tensor=2))
-    for sizes in meshes:
-        sent = run_ranks(measures.one_step, yours, techniques, sizes, ranks=4)[0]
+    cases = [(yours, techniques, sizes) for sizes in meshes]
+    found = run_ranks(measures.each, measures.one_step, cases, ranks=4)[0]
+    for sizes, sent in zip(meshes, found, strict=True):
         told = " × ".join(axis for axis in sizes if sizes[axis] > 1)
         numbers = [sent[axis] / 1e6 for axis in ("data", "context", "tensor")]
         print(f"{told:18} {numbers[0]:7.2f} {numbers[1]:9.2f} {numbers[2]:8.2f}")
