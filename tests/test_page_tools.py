@@ -208,5 +208,10 @@ def test_a_lesson_is_found_without_its_number() -> None:
     assert importlib.import_module("lessons.data_parallel.answers").__file__.endswith(
         "08_data_parallel/answers.py"
     )
+    assert importlib.import_module("lessons.three_axes.answers").__file__.endswith(
+        "12b_three_axes/answers.py"
+    )
+    with pytest.raises(ModuleNotFoundError, match=r"lessons\.parallel"):
+        importlib.import_module("lessons.parallel")  # the end of many names
     with pytest.raises(ModuleNotFoundError, match=r"lessons\.no_such_lesson"):
         importlib.import_module("lessons.no_such_lesson")

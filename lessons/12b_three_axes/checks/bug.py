@@ -105,6 +105,7 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
             [each[part] for each in right],
             slips if trial.num_ranks > 1 else {},
             help="loss · counted · d / counted by all places along data",
+            rtol=1e-5,  # counts may be divided in float32
         )
 
 
