@@ -18,6 +18,15 @@ def test_bytes_by_axis_are_those_recorded() -> None:
             assert recorded == pytest.approx(predicted, rel=0.01), line
 
 
+def test_all_three_axes_at_once() -> None:
+    first, _, _, *rows = printed("three_axes", "pictures.show_all_three(")
+    assert first.endswith("True")
+    for line in rows:
+        predicted, recorded = numbers(line)
+        assert predicted > 0
+        assert recorded == pytest.approx(predicted, rel=0.01), line
+
+
 def test_the_norm_is_one_ranks_on_every_mesh() -> None:
     lines = printed("three_axes", "pictures.show_norms(")
     (alone,) = numbers(lines[0])

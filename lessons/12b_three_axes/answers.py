@@ -1,5 +1,6 @@
 """What is true of the questions that the page asks."""
 
+from collections.abc import Callable
 from itertools import permutations
 
 from grader.guessing import Truth
@@ -31,19 +32,26 @@ def replicas(run: dict[str, int]) -> int:
     return run["gpus"] // (run["tensor"] * run["context"] * run["pipeline"])
 
 
-def seconds_by_axis(order: tuple[str, ...]) -> dict[str, tuple[float, bool]]:
-    """For a mesh in this order: axis → seconds that its bytes take, and whether they leave the machine."""
+def seconds_by_axis(
+    order: tuple[str, ...], predict: Callable = bytes_by_axis, along: Callable = group_along
+) -> dict[str, tuple[float, bool]]:
+    """For a mesh in this order: axis → seconds that its bytes take, and whether they leave the machine.
+
+    `predict` and `along` are the exercises `bytes_by_axis` and `group_along`.
+    """
     sizes = {axis: SIZES[axis] for axis in order}
     found = {}
-    for axis, num_bytes in bytes_by_axis(MODEL, BATCH, SIZES).items():
-        leaves = len({rank // MACHINE for rank in group_along(0, sizes, axis)}) > 1
+    for axis, num_bytes in predict(MODEL, BATCH, SIZES).items():
+        leaves = len({rank // MACHINE for rank in along(0, sizes, axis)}) > 1
         found[axis] = (num_bytes / (ACROSS if leaves else INSIDE), leaves)
     return found
 
 
-def orders() -> list[tuple[tuple[str, ...], float]]:
+def orders(*exercises: Callable) -> list[tuple[tuple[str, ...], float]]:
     """All orders of the three axes, outermost first, with the seconds on the wire; the best comes first."""
-    total = {order: sum(s for s, _ in seconds_by_axis(order).values()) for order in permutations(SIZES)}
+    total = {
+        order: sum(s for s, _ in seconds_by_axis(order, *exercises).values()) for order in permutations(SIZES)
+    }
     return sorted(total.items(), key=lambda item: item[1])
 
 

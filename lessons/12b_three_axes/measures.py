@@ -48,7 +48,7 @@ def finish(module: nn.Module) -> None:
 
 
 def one_step(assemble: Callable, techniques: Mapping, sizes: Sizes) -> dict[str, float]:
-    """On a rank: bytes that it sent along each axis in a step."""
+    """On a rank: bytes that it sent along each axis in a step, and the "loss" of the whole batch."""
     mesh = mesh_of(sizes)
     torch.manual_seed(0)
     module = assemble(GPT(CONFIG), mesh, techniques)
@@ -56,9 +56,12 @@ def one_step(assemble: Callable, techniques: Mapping, sizes: Sizes) -> dict[str,
         tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis for axis in sizes if sizes[axis] > 1
     }
     with Watch() as watch:
-        module(*batch_of(mesh))[1].backward()
+        loss = module(*batch_of(mesh))[1]
+        loss.backward()
         finish(module)
-    sent = dict.fromkeys(sizes, 0.0)
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    sent = {**dict.fromkeys(sizes, 0.0), "loss": mean.item()}
     for event in watch.recording.events:
         if tuple(event.group) in groups and event.kind in SHARE_SENT:
             share = SHARE_SENT[event.kind](len(event.group))

@@ -86,6 +86,17 @@ def draw_axes(predict: Callable, assemble: Callable, techniques: Mapping, sharde
     plt.show()
 
 
+def show_all_three(predict: Callable, assemble: Callable, techniques: Mapping) -> None:
+    """One step on eight ranks, 2 × 2 × 2: the loss of one rank, and bytes by axis."""
+    sizes = sizes_of(data=2, context=2, tensor=2)
+    found = run_ranks(measures.one_step, assemble, techniques, sizes, ranks=8)[0]
+    alone = run_ranks(measures.one_step, assemble, techniques, sizes_of(), ranks=1)[0]
+    same = abs(found["loss"] - alone["loss"]) < 1e-5
+    print(f"loss within 1e-5 of one rank's: {same}\n\naxis      predicted MB   recorded MB")
+    for axis, predicted in predict(measures.CONFIG, measures.ROWS, sizes).items():
+        print(f"{axis:8} {predicted / 1e6:13.3f} {found[axis] / 1e6:13.3f}")
+
+
 def show_norms(norm: Callable, assemble: Callable, techniques: Mapping, sharded: Mapping) -> None:
     """The norm of the same gradient, by four programs."""
     whole = measures.norm_of_one_rank()
@@ -102,13 +113,13 @@ def show_norms(norm: Callable, assemble: Callable, techniques: Mapping, sharded:
         print(f"{told:18} {found['own']:13.4f} {found['all']:12.4f} {found['yours']:8.4f}")
 
 
-def draw_orders() -> None:
+def draw_orders(predict: Callable, along: Callable) -> None:
     """Milliseconds on the wire of a step, for each order of the axes."""
     _, panel = figure(figsize=(8.5, 3.2))
-    found = answers.orders()
+    found = answers.orders(predict, along)
     for i, (order, _) in enumerate(found):
         left = 0.0
-        for axis, (seconds, leaves) in answers.seconds_by_axis(order).items():
+        for axis, (seconds, leaves) in answers.seconds_by_axis(order, predict, along).items():
             hatch = "//" if leaves else ""
             panel.barh(i, 1e3 * seconds, left=left, color=AXES[axis], edgecolor="white", hatch=hatch)
             left += 1e3 * seconds
