@@ -130,10 +130,24 @@ class Flights:
         for flight in self._aloft:
             if flight.told:
                 continue
-            if _meet(flight.fills, reads):
+            if self._shares(func, flight, reads, writes):
+                self._tell(flight, "shared")
+            elif _meet(flight.fills, reads):
                 self._tell(flight, "read")
             elif _meet(flight.fills, writes) or _meet(flight.sends, writes):
                 self._tell(flight, "changed")
+
+    def _shares(self, func: Any, flight: Flight, reads: list[Stretch], writes: list[Stretch]) -> bool:
+        """Whether a message comes into the tensor that another, not over, is sent from.
+
+        A send after the receive is one line's doing, such as a batch's: else it passes on what is not there.
+        """
+        if func.namespace != "c10d" or flight.event.kind not in ("send", "recv"):
+            return False
+        if func._opname == "send":
+            here = flight.event.file, flight.event.line
+            return flight.event.kind == "recv" and _meet(flight.fills, reads) and here == self._place()
+        return func._opname.startswith("recv") and _meet(flight.sends, writes)
 
     def started(self, func: Any, args: Any, event: Event, result: Any) -> None:
         """See a message or collective that has just been started."""

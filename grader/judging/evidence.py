@@ -27,7 +27,7 @@ class Evidence:
 
     def cause(self, wrong: Sequence[int], num_ranks: int, locate: Locate) -> tuple[str, str]:
         """Why the numbers of some ranks are wrong, and the next step; nothing where nothing was seen."""
-        for use in ("read", "changed", "left"):
+        for use in ("shared", "read", "changed", "left"):
             for rank, race in self.races:
                 if race.use == use:
                     return _race(rank, race, locate)
@@ -46,11 +46,14 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
     where = f", in {place}" if place else ""
     it = f"its {_at(event, locate)}"
     told = {
+        "shared": f"rank {rank} sends from a tensor and receives into it at once: {it}{where}",
         "read": f"rank {rank} used what {it} brings before anybody had waited for it{where}",
         "changed": f"rank {rank} wrote into the buffer of {it} before anybody had waited for it{where}",
         "left": f"rank {rank} never waited for {it}: what it brings comes at any time, or never",
     }[race.use]
     step = f"Keep the handle that {call} returns, and call its wait() before the buffer is used again."
+    if race.use == "shared":
+        return told, "What comes needs a tensor of its own, such as torch.empty_like(what is sent)."
     return told, step if race.use != "changed" else step + " Or give every message a buffer of its own."
 
 

@@ -3,7 +3,9 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from grader.judging import messages
 from grader.judging.crashes import why_crashed
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.ranks.launcher import Limits, RankReport, RunReport
@@ -23,10 +25,10 @@ def ending(
 
     `alone`: the exercise knows of no ranks, so none is spoken of.
     """
-    ranks = [report.ranks[r] for r in group]
     name = _Names(group, alone)
+    ranks = [_renamed(report.ranks[r], group) for r in group]
     if report.ended == "complete":
-        return disagreement(ranks, locate, name)
+        return disagreement(ranks, locate, name) or messages.too_short(ranks, locate)
     forged = [r for r, rank in enumerate(ranks) if rank.status == "forged"]
     if forged:
         reason = (ranks[forged[0]].error or {}).get("message", "")
@@ -81,6 +83,11 @@ class _Names:
         return self.group.index(world_rank) if world_rank in self.group else world_rank
 
 
+def _renamed(rank: RankReport, group: Sequence[int]) -> RankReport:
+    """With all peers called as the ranks of the run are."""
+    return replace(rank, events=[messages.seen_from(event, group) for event in rank.events])
+
+
 def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded:
     """The first failing rank is the story, not the peers that lost their connection to it."""
     failed = sorted(
@@ -91,7 +98,7 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
     first = ranks[failed[0]]
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    parted = disagreement(ranks, locate, name) or _misfit(ranks, locate)
+    parted = disagreement(ranks, locate, name) or messages.misfit(ranks, locate)
     if first.status == "dead":
         return _dead(name.who(failed[0]), first, locate, parted)
     error = first.error or {}
@@ -107,7 +114,7 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
             help="Remove that, and grade again.",
         )
     if error.get("waited_twice"):
-        return _waits_twice(failed[0], error, locate)
+        return _waits_twice(failed[0], error, locate, name)
     if kind == "NotPlainError":
         return CheckEnded(
             Verdict.WRONG, f"{name.on(failed[0])}it gave something that is no tensor or number: {message}"
@@ -153,7 +160,7 @@ def _dead(who: str, report: RankReport, locate: Locate, parted: CheckEnded | Non
             parted.help,
             parted.details,
         )
-    last = f"its last communication was {_event(report.events[-1], locate)}" if report.events else ""
+    last = f"its last communication was {messages.told(report.events[-1], locate)}" if report.events else ""
     output = [line for line in report.output.splitlines() if line.strip()][-3:]
     code = report.exit_code
     how = (
@@ -167,9 +174,10 @@ def _dead(who: str, report: RankReport, locate: Locate, parted: CheckEnded | Non
     )
 
 
-def _waits_twice(rank: int, error: dict, locate: Locate) -> CheckEnded:
+def _waits_twice(rank: int, error: dict, locate: Locate, name: _Names) -> CheckEnded:
     """A second wait() for a message: gloo would never return from it, so it was stopped."""
     event, file, line = error["waited_twice"]
+    event = messages.seen_from(event, name.group)
     call = {"send": "isend", "recv": "irecv"}[event.kind]
     places = _places(error, locate)
     here = f" ({places[-1].removeprefix('at ')})" if places else ""
@@ -177,7 +185,7 @@ def _waits_twice(rank: int, error: dict, locate: Locate) -> CheckEnded:
     return CheckEnded(
         Verdict.HUNG,
         f"rank {rank} calls wait() a second time{here} on the work of one {call}, which would never return: "
-        f"{_event(event, locate)}",
+        f"{messages.told(event, locate)}",
         f"the {call} was waited for before, in {first}"
         if first
         else f"the {call} was waited for before: its message is over",
@@ -185,21 +193,6 @@ def _waits_twice(rank: int, error: dict, locate: Locate) -> CheckEnded:
         "emptied when they have been waited for, and a variable set to None.",
         details=places[:-1],
     )
-
-
-def _misfit(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
-    """The first message that is longer than the tensor it was received into: gloo ends the process."""
-    receives = _messages(ranks, "recv")
-    for (r, peer), events in _messages(ranks, "send").items():
-        for sent, received in zip(events, receives.get((r, peer), []), strict=False):
-            if sent.num_bytes > received.num_bytes:
-                return CheckEnded(
-                    Verdict.WRONG,
-                    f"rank {r} called {_event(sent, locate)}, and rank {peer} called "
-                    f"{_event(received, locate)}: the message does not fit in",
-                    help="Both sides of a message need tensors of the same size and dtype.",
-                )
-    return None
 
 
 def _is_echo(rank: RankReport) -> bool:
@@ -215,7 +208,11 @@ def _hang(
         what = f"{name.all} had not finished after {limits.timeout:g} seconds and {name.were} stopped"
     else:
         what = f"deadlock: {'nothing' if name.alone else 'no rank'} moved for {limits.idle:g} seconds"
-    parted = _outside(ranks, locate, name) or disagreement(ranks, locate, name) or _unmatched(ranks, locate)
+    parted = (
+        _outside(ranks, locate, name)
+        or disagreement(ranks, locate, name)
+        or messages.unmatched(ranks, locate)
+    )
     if parted:
         return CheckEnded(Verdict.HUNG, f"{what}; {parted.message}", parted.cause, parted.help, places)
     return CheckEnded(
@@ -235,7 +232,7 @@ def _outside(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
             if set(event.group) - set(name.group):
                 return CheckEnded(
                     Verdict.WRONG,
-                    f"rank {r} called {_event(event, locate)} on {len(event.group)} ranks, "
+                    f"rank {r} called {messages.told(event, locate)} on {len(event.group)} ranks, "
                     f"where its group has {len(ranks)}",
                     "the group is not passed on: without `group=` a call means the whole world",
                     "Pass group=group to every call of torch.distributed.",
@@ -256,7 +253,7 @@ def _standing(rank: RankReport, locate: Locate) -> str:
             )
             return f"stood in {place}{waiting}"
     if rank.events:
-        return f"waited in {_event(rank.events[-1], locate)}"
+        return f"waited in {messages.told(rank.events[-1], locate)}"
     return "had not started to communicate"
 
 
@@ -290,7 +287,7 @@ def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> C
                 who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
                 return CheckEnded(
                     Verdict.WRONG,
-                    f"rank {r} called {_event(event, locate)}, and {who} never did",
+                    f"rank {r} called {messages.told(event, locate)}, and {who} never did",
                     help="A collective returns only when every rank of its group has called it.",
                 )
     return None
@@ -309,105 +306,10 @@ def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
     first, second = sorted((odd, other))
     return CheckEnded(
         Verdict.WRONG,
-        f"the ranks parted: rank {first} called {_event(calls[first], locate)}, "
-        f"rank {second} called {_event(calls[second], locate)}",
+        f"the ranks parted: rank {first} called {messages.told(calls[first], locate)}, "
+        f"rank {second} called {messages.told(calls[second], locate)}",
         help="All ranks must call the same collectives, in the same order, on the same kind of tensor.",
     )
-
-
-def _unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
-    """Messages that nobody took, that nobody sent, or that nobody waited for."""
-    sends, receives = _messages(ranks, "send"), _messages(ranks, "recv")
-    for r, rank in enumerate(ranks):
-        lost = _lost(r, rank, ranks, sends, receives, locate)
-        if lost:
-            return lost
-    for (r, peer), events in sends.items():
-        count = len(receives.get((r, peer), []))
-        if len(events) > count:
-            message = f"rank {r} called {_event(events[count], locate)}, and rank {peer} never received it"
-            return CheckEnded(Verdict.WRONG, message, *_why_not_received(peer, ranks, sends, receives))
-    for (source, r), events in receives.items():
-        if len(events) > len(sends.get((source, r), [])):
-            return CheckEnded(
-                Verdict.WRONG, f"rank {r} waits for a message from rank {source} that was never sent"
-            )
-    return None
-
-
-_Messages = dict[tuple[int, int | None], list[Event]]
-"""Events by (source, destination)."""
-
-
-def _messages(ranks: Sequence[RankReport], kind: str) -> _Messages:
-    found: _Messages = defaultdict(list)
-    for r, rank in enumerate(ranks):
-        for event in rank.events:
-            if event.kind == kind:
-                ends = (r, event.peer) if kind == "send" else (event.peer, r)
-                found[ends].append(event)
-    return found
-
-
-def _why_not_received(
-    peer: int | None, ranks: Sequence[RankReport], sends: _Messages, receives: _Messages
-) -> tuple[str, str]:
-    """The cause, and the next step."""
-    for (source, r), events in receives.items():
-        if r == peer and len(events) > len(sends.get((source, r), [])):
-            cause = f"rank {peer} waits for a message from rank {source}, who sends it none"
-            return cause, "A send and its receive must name each other: who sends to whom?"
-    stuck = all(
-        rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
-    )
-    return (
-        "every rank sends before any of them receives" if stuck else "",
-        "Start the receive before waiting for the send: isend and irecv, then wait for both.",
-    )
-
-
-def _lost(
-    r: int,
-    rank: RankReport,
-    ranks: Sequence[RankReport],
-    sends: _Messages,
-    receives: _Messages,
-    locate: Locate,
-) -> CheckEnded | None:
-    """A message that rank r waits for, although its other side was started too: nobody waits for that one."""
-    event = rank.events[-1] if rank.events else None
-    if event is None or event.kind not in ("send", "recv") or rank.status != "running":
-        return None
-    ours, theirs = (sends, receives) if event.kind == "send" else (receives, sends)
-    ends = (r, event.peer) if event.kind == "send" else (event.peer, r)
-    waits_elsewhere = any(
-        pair[end] == r and len(events) > len(there.get(pair, []))
-        for end, here, there in ((0, sends, receives), (1, receives, sends))
-        for pair, events in here.items()
-    )
-    other = theirs.get(ends, [])[len(ours[ends]) - 1 :][:1]
-    if not other or waits_elsewhere:
-        return None
-    met = f"rank {r} stood in {_event(event, locate)}, and rank {event.peer}"
-    if (event.num_elements, event.dtype) != (other[0].num_elements, other[0].dtype):
-        return CheckEnded(
-            Verdict.WRONG,
-            f"{met} called {_event(other[0], locate)}",
-            help="Both sides of a message need tensors of the same size and dtype.",
-        )
-    what = "had returned" if ranks[event.peer].status == "done" else f"had called {_event(other[0], locate)}"
-    call = "isend" if event.kind == "recv" else "irecv"
-    return CheckEnded(
-        Verdict.WRONG,
-        f"{met} {what}",
-        f"rank {event.peer} did not wait for its {call}: a message whose handle is dropped may never travel",
-        help=f"Keep what {call} returns, and call its wait(): for each one, before the function returns.",
-    )
-
-
-def _event(event: Event, locate: Locate) -> str:
-    place = locate(event.file, event.line) if event.file else ""
-    return f"{event.describe()}" + (f" ({place})" if place else "")
 
 
 def _places(error: dict, locate: Locate) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from grader.judging.evidence import Evidence
 from grader.judging.explain import Alternatives, Terms, compare
+from grader.judging.messages import seen_from
 from grader.judging.stories import Locate, ending
 from grader.judging.verdicts import CheckEnded, CheckReport, Verdict
 from grader.ranks.launcher import Code, Launcher, Session
@@ -334,8 +335,9 @@ class Trial:
         group = list(range(self.layout.world_size - self.num_ranks, self.layout.world_size))
         self.output = "\n".join(report.ranks[r].output for r in group)
         for r, rank in enumerate(group):
-            self._evidence.races += [(r, race) for race in report.ranks[rank].races]
-            self._evidence.events += [(r, event) for event in report.ranks[rank].events]
+            races, events = report.ranks[rank].races, report.ranks[rank].events
+            self._evidence.races += [(r, replace(x, event=seen_from(x.event, group))) for x in races]
+            self._evidence.events += [(r, seen_from(event, group)) for event in events]
         trouble = ending(report, self._locate, limits, group, alone=not self._distributed)
         if trouble is not None:
             raise trouble

@@ -79,7 +79,7 @@ def _is_of(value: Any, kind: str) -> bool:
     return type(value).__name__ in {"int": ("int",), "int | None": ("int", "NoneType")}.get(kind, (kind,))
 
 
-USES = ("read", "changed", "left")
+USES = ("shared", "read", "changed", "left")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Race:
     event: Event
     """What was started with the buffer."""
     use: str
-    """One of USES: "left" was never waited for, and not used in a way that was seen."""
+    """One of USES: "shared" is sent from and received into at once; "left" was not waited for, nor seen used."""
     file: str
     line: int
     """Where the buffer was used: file "" for code that is not the learner's."""

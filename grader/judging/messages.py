@@ -1,0 +1,153 @@
+"""Messages that do not go together: one that nobody sent, took or waited for, or two sizes that differ."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from grader.judging.verdicts import CheckEnded, Verdict
+from grader.ranks.launcher import RankReport
+from grader.ranks.recording import Event
+
+Locate = Callable[[str, int], str]
+"""File and line of the learner's code → the words for it; "" for other code."""
+
+SAME_SIZE = "Both sides of a message need tensors of the same size and dtype."
+
+
+def seen_from(event: Event, group: Sequence[int]) -> Event:
+    """An event of a smaller group, whose peer is called by its number in the group of the run."""
+    if event.peer is None or not set(event.group) <= set(group):
+        return event
+    return replace(event, peer=group.index(event.group[event.peer]))
+
+
+def told(event: Event, locate: Locate) -> str:
+    """An event, and where it was started."""
+    place = locate(event.file, event.line) if event.file else ""
+    return f"{event.describe()}" + (f" ({place})" if place else "")
+
+
+def misfit(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """The first message that is longer than the tensor it was received into: gloo ends the process."""
+    receives = _messages(ranks, "recv")
+    for (r, peer), events in _messages(ranks, "send").items():
+        for sent, received in zip(events, receives.get((r, peer), []), strict=False):
+            if sent.num_bytes > received.num_bytes:
+                return CheckEnded(
+                    Verdict.WRONG,
+                    f"rank {r} called {told(sent, locate)}, and rank {peer} called "
+                    f"{told(received, locate)}: the message does not fit in",
+                    help=SAME_SIZE,
+                )
+    return None
+
+
+def too_short(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """A message that is shorter than the tensor that it was received into: gloo says nothing, others do.
+
+    Only where as many were sent as received: messages with tags may overtake each other.
+    """
+    receives = _messages(ranks, "recv")
+    for (r, peer), events in _messages(ranks, "send").items():
+        taken = receives.get((r, peer), [])
+        if sorted(e.num_bytes for e in events) == sorted(e.num_bytes for e in taken):
+            continue
+        for sent, received in zip(events, taken, strict=False) if len(events) == len(taken) else ():
+            if sent.num_bytes < received.num_bytes:
+                return CheckEnded(
+                    Verdict.WRONG,
+                    f"rank {r} called {told(sent, locate)}, and rank {peer} called "
+                    f"{told(received, locate)}: the message fills only the beginning of that tensor",
+                    help=f"{SAME_SIZE} gloo says nothing of it; do not count on that elsewhere.",
+                )
+    return None
+
+
+def unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """Messages that nobody took, that nobody sent, or that nobody waited for."""
+    sends, receives = _messages(ranks, "send"), _messages(ranks, "recv")
+    for r, rank in enumerate(ranks):
+        lost = _lost(r, rank, ranks, sends, receives, locate)
+        if lost:
+            return lost
+    for (r, peer), events in sends.items():
+        count = len(receives.get((r, peer), []))
+        if len(events) > count:
+            message = f"rank {r} called {told(events[count], locate)}, and rank {peer} never received it"
+            return CheckEnded(Verdict.WRONG, message, *_why_not_received(peer, ranks, sends, receives))
+    for (source, r), events in receives.items():
+        if len(events) > len(sends.get((source, r), [])):
+            return CheckEnded(
+                Verdict.WRONG, f"rank {r} waits for a message from rank {source} that was never sent"
+            )
+    return None
+
+
+_Messages = dict[tuple[int, int | None], list[Event]]
+"""Events by (source, destination)."""
+
+
+def _messages(ranks: Sequence[RankReport], kind: str) -> _Messages:
+    found: _Messages = defaultdict(list)
+    for r, rank in enumerate(ranks):
+        for event in rank.events:
+            if event.kind == kind:
+                ends = (r, event.peer) if kind == "send" else (event.peer, r)
+                found[ends].append(event)
+    return found
+
+
+def _why_not_received(
+    peer: int | None, ranks: Sequence[RankReport], sends: _Messages, receives: _Messages
+) -> tuple[str, str]:
+    """The cause, and the next step."""
+    for (source, r), events in receives.items():
+        if r == peer and len(events) > len(sends.get((source, r), [])):
+            cause = f"rank {peer} waits for a message from rank {source}, who sends it none"
+            return cause, "A send and its receive must name each other: who sends to whom?"
+    stuck = all(
+        rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
+    )
+    return (
+        "every rank sends before any of them receives" if stuck else "",
+        "Start the receive before waiting for the send: isend and irecv, then wait for both.",
+    )
+
+
+def _lost(
+    r: int,
+    rank: RankReport,
+    ranks: Sequence[RankReport],
+    sends: _Messages,
+    receives: _Messages,
+    locate: Locate,
+) -> CheckEnded | None:
+    """A message that rank r waits for, although its other side was started too: nobody waits for that one."""
+    event = rank.events[-1] if rank.events else None
+    if event is None or event.kind not in ("send", "recv") or rank.status != "running":
+        return None
+    ours, theirs = (sends, receives) if event.kind == "send" else (receives, sends)
+    ends = (r, event.peer) if event.kind == "send" else (event.peer, r)
+    waits_elsewhere = any(
+        pair[end] == r and len(events) > len(there.get(pair, []))
+        for end, here, there in ((0, sends, receives), (1, receives, sends))
+        for pair, events in here.items()
+    )
+    other = theirs.get(ends, [])[len(ours[ends]) - 1 :][:1]
+    if not other or waits_elsewhere:
+        return None
+    met = f"rank {r} stood in {told(event, locate)}, and rank {event.peer}"
+    if (event.num_elements, event.dtype) != (other[0].num_elements, other[0].dtype):
+        return CheckEnded(
+            Verdict.WRONG,
+            f"{met} called {told(other[0], locate)}",
+            help=SAME_SIZE,
+        )
+    what = "had returned" if ranks[event.peer].status == "done" else f"had called {told(other[0], locate)}"
+    call = "isend" if event.kind == "recv" else "irecv"
+    return CheckEnded(
+        Verdict.WRONG,
+        f"{met} {what}",
+        f"rank {event.peer} did not wait for its {call}: a message whose handle is dropped may never travel",
+        help=f"Keep what {call} returns, and call its wait(): for each one, before the function returns.",
+    )
