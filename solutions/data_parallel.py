@@ -75,8 +75,8 @@ def share_loss(loss_sum: Tensor, num_counted: Tensor | int, group: ProcessGroup)
 
     Args:
         loss_sum: the sum of this rank's losses over its counted targets, a scalar with its graph.
-        num_counted: how many these are, a tensor or an int, perhaps 0 (but not on all ranks). It is
-            not changed.
+        num_counted: how many these are, a tensor or an int, perhaps 0 (but not on all ranks).
+            Neither argument is changed.
     """
     # answer
     counted = torch.as_tensor(num_counted, device=loss_sum.device).clone()

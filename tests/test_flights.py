@@ -60,6 +60,13 @@ def changes_what_it_sends(rank):
     return buffer
 
 
+def receives_into_what_it_sends(rank):
+    other, buffer = 1 - rank.rank, torch.ones(4)
+    for work in (dist.isend(buffer, other), dist.irecv(buffer, other)):
+        work.wait()
+    return buffer
+
+
 def passes_on_what_is_not_there(rank):
     other, buffer = 1 - rank.rank, torch.ones(4)
     receive = dist.irecv(buffer, other)
@@ -77,6 +84,7 @@ def passes_on_what_is_not_there(rank):
         (never_waits, "left", "all_reduce"),
         (one_buffer_for_two_messages, "changed", "recv"),
         (changes_what_it_sends, "changed", "send"),
+        (receives_into_what_it_sends, "shared", "send"),
         (passes_on_what_is_not_there, "read", "recv"),
     ],
 )

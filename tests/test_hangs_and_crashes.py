@@ -191,6 +191,33 @@ def test_a_message_that_does_not_fit_is_told_without_the_lines_of_gloo(
     assert "terminate called" not in shown
 
 
+def test_a_message_that_fills_a_part_of_its_buffer_is_told() -> None:
+    def send_too_little() -> None:
+        group = dist.group.WORLD
+        if group.rank() == 0:
+            dist.send(torch.ones(10), group=group, group_dst=1)
+        else:
+            dist.recv(torch.empty(20), group=group, group_src=0)
+
+    with pytest.raises(RuntimeError, match="send of 10 float32 to rank 1") as told:
+        run_ranks(send_too_little, ranks=2)
+    words = " ".join(str(told.value).split())
+    assert "recv of 20 float32 from rank 0" in words
+    assert "the message fills only the beginning of that tensor" in words
+
+
+def test_who_waits_for_whom_in_a_smaller_group_is_told_by_the_run_s_ranks() -> None:
+    def send_across() -> None:
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        group = pairs[dist.get_rank() % 2]
+        dist.send(torch.ones(100_000), group=group, group_dst=1 - group.rank())
+
+    with pytest.raises(RuntimeError) as told:
+        run_ranks(send_across, ranks=4)
+    words = " ".join(str(told.value).split())
+    assert all(f"waiting in send of 100000 float32 to rank {peer}" in words for peer in range(4))
+
+
 def test_what_gloo_found_stays() -> None:
     closed = (
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"

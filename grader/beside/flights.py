@@ -146,7 +146,8 @@ class Flights:
             return False
         if func._opname == "send":
             here = flight.event.file, flight.event.line
-            return flight.event.kind == "recv" and _meet(flight.fills, reads) and here == self._place()
+            alike = bool(here[0]) and here == self._place()
+            return alike and flight.event.kind == "recv" and _meet(flight.fills, reads)
         return func._opname.startswith("recv") and _meet(flight.sends, writes)
 
     def started(self, func: Any, args: Any, event: Event, result: Any) -> None:

@@ -89,7 +89,7 @@ class Race:
     event: Event
     """What was started with the buffer."""
     use: str
-    """One of USES: "shared" is sent from and received into at once; "left" was not waited for, nor seen used."""
+    """One of USES: "shared" is sent and received into at once; "left" was never waited for, nor seen used."""
     file: str
     line: int
     """Where the buffer was used: file "" for code that is not the learner's."""

@@ -1,5 +1,6 @@
 """Checks of `chunked_cross_entropy`: the loss of a head whose logits never exist all at once."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,11 +67,30 @@ def without_the_rest_at_all(x: Tensor, weight: Tensor, targets: Tensor, size: in
     return whole(x[:end], weight, targets[:end])
 
 
+def over_chunks(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    return sum_over_targets(x, weight, targets, size) / len(x.split(size))
+
+
+def as_token(token: int, x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    taken = targets.masked_fill(targets == -1, token % len(weight))
+    return F.cross_entropy(x @ weight.T, taken, reduction="sum") / (targets != -1).sum()
+
+
+def without_token_0(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    return sum_over_targets(x, weight, targets, size) / (targets > 0).sum()
+
+
 SLIPS = {
     "this is the mean of the chunks' means: a chunk with fewer counted targets counts as much": mean_of_means,
     "each chunk counts by its tokens, not by its counted targets": weighed_by_tokens,
     "it is divided by all targets, those of -1 as well": over_all_tokens,
     "it is a sum: nobody divides by how many targets count": sum_over_targets,
+    "the chunks' sums are divided by how many chunks there are, not by how many targets count": over_chunks,
+    "a target of -1 is taken for token 0, and its loss is added": partial(as_token, 0),
+    "a target of -1 is taken for the last token, as an index of -1 is, and its loss is added": partial(
+        as_token, -1
+    ),
+    "token 0 is not counted: it is a token, and -1 is none": without_token_0,
     "the tokens of the last chunk, which is shorter, are left out": without_the_rest,
     "the tokens of the last chunk, which is shorter, are left out, of the count as well": (
         without_the_rest_at_all
@@ -114,6 +134,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     targets[3 * size + 1 : 4 * size] = -1
     targets[::5] = -1
     targets[-1] = 3  # the shorter chunk counts
+    targets[1] = 0  # and so does token 0
     scale = 0.5 + trial.integer(1, 100) / 50
     return SimpleNamespace(given=given, size=size, scale=scale)
 

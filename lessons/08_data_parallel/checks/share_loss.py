@@ -42,7 +42,7 @@ def weigh(rank: Any, start: Tensor, cases: list[dict]) -> list[dict]:
         dtype = torch.float64 if case["double"] else torch.float32
         weight = start.to(dtype, copy=True).requires_grad_()
         loss_sum = (case["rows"].to(dtype) @ weight).square().sum()
-        count = len(case["rows"])
+        before, count = loss_sum.detach().clone(), len(case["rows"])
         given = torch.tensor(count, device=rank.device) if case["as_tensor"] else count
         with rank.record() as recording:
             part = rank.submission.share_loss(loss_sum, given, rank.group)
@@ -57,6 +57,7 @@ def weigh(rank: Any, start: Tensor, cases: list[dict]) -> list[dict]:
                 "watched": watched,
                 "gradient": weight.grad,
                 "count": int(given),
+                "unchanged": bool(loss_sum.detach() == before),
                 "recording": recording,
             }
         )
@@ -138,6 +139,10 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         "the factor n is missing: the mean over ranks divides by n once more": [1 / total] * n,
         "the sum, not the mean: nothing is divided by the number of targets": [float(n)] * n,
         "this rank's own sum": [1.0] * n,
+        "the counts are not added up over ranks: n over this rank's own count": [
+            n / count if count else float("nan") for count in counts
+        ],
+        "n over the largest of the ranks' counts, and it is over the sum of all": [n / max(counts)] * n,
         "n times the last rank's count stands for the sum of all: is a list of one tensor, n times, gathered "
         "into?": [1 / counts[-1] if counts[-1] else float("nan")] * n,
         "a rank that counts nothing is counted as one": [n / (total + n - having)] * n,
@@ -227,8 +232,8 @@ def losses_keep_their_dtype(trial: Trial) -> None:
 
 
 @check("share_loss")
-def the_given_number_is_unchanged(trial: Trial) -> None:
-    """The tensor num_counted holds this rank's number afterwards as well."""
+def what_is_given_is_unchanged(trial: Trial) -> None:
+    """loss_sum and num_counted are this rank's numbers afterwards as well."""
     seen = trial.once(observe_unequal)
     for case, answers in zip(seen.cases, seen.answers, strict=True):
         for r, answer in enumerate(answers):
@@ -237,6 +242,12 @@ def the_given_number_is_unchanged(trial: Trial) -> None:
                 f"num_counted was {case.counts[r]}, and is {answer['count']} after the call",
                 cause="the sum over ranks was written into it" if answer["count"] == sum(case.counts) else "",
                 help="all_reduce works in place: give it a copy. torch.as_tensor makes none of a tensor.",
+                rank=r,
+            )
+            trial.require(
+                answer["unchanged"],
+                "loss_sum holds another number after the call: whoever logs it next reads the weighed one",
+                help="Return a new tensor: loss_sum * ..., where *= writes into the one that was given.",
                 rank=r,
             )
 

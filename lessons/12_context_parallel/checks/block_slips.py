@@ -23,7 +23,15 @@ def other_blocks(
     both = {
         "scores are not divided by sqrt(d)": attention(q, k, v, mask, math.sqrt(d)),
         "scores are divided by d, not by its root": attention(q, k, v, mask, 1 / math.sqrt(d)),
-        "nothing is masked": attention(q, k, v, None),
+        f"scores are divided by {s_q**0.5:.3g}, the root of s_q: it is that of d": attention(
+            q, k, v, mask, math.sqrt(d / s_q)
+        ),
+        f"scores are divided by {s_k**0.5:.3g}, the root of s_k: it is that of d": attention(
+            q, k, v, mask, math.sqrt(d / s_k)
+        ),
+        "nothing is masked" + (": an offset of 0 is falsy, ask for `is None`" if offset == 0 else ""): (
+            attention(q, k, v, None)
+        ),
         "the offset is not used": attention(q, k, v, seen_by(0, s_q, s_k)),
         "the offset goes the wrong way": attention(q, k, v, seen_by(-shift, s_q, s_k)),
         "the mask is one off: j < i + causal_offset": attention(q, k, v, seen_by(shift - 1, s_q, s_k)),

@@ -59,19 +59,31 @@ def attend_probe(rank, cases: list) -> list:
     return results
 
 
-NAMES = ("no mask", "offset 0", "an offset above 0", "an offset below 0", "nothing seen", "large scores")
+NAMES = (
+    "no mask",
+    "offset 0",
+    "an offset above 0",
+    "an offset below 0",
+    "nothing seen",
+    "large scores",
+    "large scores that are masked",
+)
 
 
 def draw_cases(trial: Trial) -> list:
     """Blocks of uneven sizes, a case for each of NAMES."""
     b, a, d = trial.integer(1, 2), trial.integer(2, 3), trial.integer(3, 6)
-    s_q, s_k = trial.integer(6, 8), trial.integer(3, 5)
-    offsets = (None, 0, trial.integer(1, s_k - 2), -trial.integer(2, 3), -s_q - trial.integer(0, 3), None)
+    s_k = trial.integer(3, 5)
+    s_q = s_k + trial.integer(4, 5)  # so that a mask aligned to the last key is like no other mistaken one
+    offsets = (None, 0, trial.integer(1, s_k - 2), -trial.integer(2, 3), -s_q - trial.integer(0, 3), None, 0)
     cases = []
     for name, offset in zip(NAMES, offsets, strict=True):
         q, k, v = (trial.normal(b, a, length, d) for length in (s_q, s_k, s_k))
         if name == "large scores":  # of which exp() is too large for float32, whatever was drawn
             q = q * 150 * math.sqrt(d) / (q @ k.transpose(-2, -1)).amax()
+        if name == "large scores that are masked":  # the last key's, which most queries do not see
+            q[..., 0], k[..., 0] = q[..., 0].abs() + 1, 0.0
+            k[:, :, -1, 0] = 200 * math.sqrt(d)
         cases.append((q, k, v, offset, trial.normal(b, a, s_q, d), trial.normal(b, a, s_q)))
     return cases
 
@@ -138,6 +150,11 @@ def require_block(trial: Trial, name: str, help: str = "") -> None:
     q, k, v, offset, *_ = seen.cases[name]
     result = seen.results[name]
     require_pair(trial, result, name)
+    trial.require(
+        result["out"].shape != q.shape[:3] or result["lse"].dim() != 4,
+        "it returned lse first and out second",
+        help="Return out, lse.",
+    )
     s_q, s_k = q.size(2), k.size(2)
     mask = seen_by(offset, s_q, s_k)
     out, lse = attention(q, k, v, mask)
@@ -184,6 +201,12 @@ def nothing_seen_is_zero_and_minus_infinity(trial: Trial) -> None:
 def large_scores_do_not_overflow(trial: Trial) -> None:
     """Scores of a hundred give what the softmax gives: nothing overflows."""
     require_block(trial, "large scores", "Subtract the largest score of each row before exp.")
+    require_block(
+        trial,
+        "large scores that are masked",
+        "Subtract the largest score that a query sees: mask first, then look for the largest. Beside one "
+        "that is masked and larger by a hundred, the exponentials of what is seen vanish.",
+    )
 
 
 def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
@@ -308,6 +331,10 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
         "the two weights are swapped": out_a + out_b - out,
         "the outputs are weighted by lse, not by exp(lse)": (a * out_a + b * out_b) / (a + b),
         "weighted by exp(lse), and not divided by the sum": out_a * a.exp() + out_b * b.exp(),
+        "weighted by exp(lse - the larger one), and not divided by the sum": sum(
+            (x - torch.maximum(lse_a, lse_b).masked_fill(empty, 0.0)).exp().unsqueeze(-1) * y
+            for x, y in ((lse_a, out_a), (lse_b, out_b))
+        ),
         "it is the first block's alone": out_a,
         "it is the second block's alone": out_b,
         NOTHING_TWICE: out.masked_fill(empty.unsqueeze(-1), math.nan),

@@ -68,6 +68,8 @@ def require_values(trial: Trial, seen: SimpleNamespace) -> None:
         if i > 1:
             terms = of_heads(seen, i - 1)
             wrong |= {
+                "it is summed over heads of q that are a_kv apart: those that share a head follow one "
+                "another": by_parts(seen, terms.flatten(1, 2).unflatten(1, (PER_GROUP, a_kv)).sum(1)),
                 "it is averaged over the heads of q that share a head, and is the sum": by_parts(
                     seen, terms.mean(2)
                 ),

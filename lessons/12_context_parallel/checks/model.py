@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +97,25 @@ def require_loss(trial: Trial, number: int, what: str, help: str) -> None:
         what,
         [r["losses"][number] for r in seen.results],
         seen.expected[number][0],
-        partial(other_losses, seen, seen.targets[number]),
+        partial(others_that_explain_all, seen, number),
         help,
     )
+
+
+def others_that_explain_all(seen: SimpleNamespace, number: int) -> dict[str, Any]:
+    """Cause → a loss. One number is soon met by chance: a cause must not be at odds with the other losses."""
+    others = [other_losses(seen, targets) for targets in seen.targets]
+    found = [[r["losses"][k] for r in seen.results] for k in range(len(others))]
+
+    def fits(cause: str, k: int) -> bool:
+        value = others[k].get(cause)
+        return not isinstance(value, Tensor) or all(is_close(x, value) for x in found[k])
+
+    return {
+        cause: value
+        for cause, value in others[number].items()
+        if all(fits(cause, k) for k in range(len(others)) if k != number)
+    }
 
 
 @check("context_parallelize")

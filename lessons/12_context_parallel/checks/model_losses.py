@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import Trial
+from grader.checks import Fault, Trial
 from nanogpt.model import GPT, GPTConfig
 
 from .shared import attention, causal, plain_positions, zigzag_positions
@@ -117,8 +117,10 @@ def _of_parts(losses: Tensor, targets: Tensor, way: str, n: int) -> dict[str, An
             sums / counts
         ).mean(),
         f"the ranks' own means are added up ({way} parts)": (sums / counts).sum(),
-        f"it is this rank's own mean ({way} parts)": list(sums / counts),
-        f"it is this rank's own sum, over the count of all ({way} parts)": list(sums / count),
+        f"it is this rank's own mean ({way} parts)": Fault(list(sums / counts), on_some_ranks=True),
+        f"it is this rank's own sum, over the count of all ({way} parts)": Fault(
+            list(sums / count), on_some_ranks=True
+        ),
     }
 
 
@@ -126,10 +128,11 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
     """The loss if tokens are cut in one way, and their positions, targets or the causal mask in another."""
     s, count = targets.size(1), (targets != -1).sum()
     (other,) = CUTS.keys() - {way}
-    local, owner, taken = (torch.empty(s, dtype=torch.int64) for _ in range(3))
+    local, owner, taken, first = (torch.empty(s, dtype=torch.int64) for _ in range(4))
     for r in range(n):
         mine = CUTS[way](s, r, n)
         local[mine], owner[mine], taken[mine] = torch.arange(len(mine)), r, CUTS[other](s, r, n)
+        first[mine] = CUTS[way](s, 0, n)
     places = torch.arange(s)
     alike = owner.unsqueeze(1) == owner.unsqueeze(0)
     as_other = taken.unsqueeze(1) >= taken.unsqueeze(0)
@@ -145,6 +148,9 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
         f"tokens are cut into {way} parts, and attention takes them for {other} ones": mean(places, as_other),
         f"tokens are cut into {way} parts, and positions and attention take them for {other} ones": mean(
             taken, as_other
+        ),
+        f"every rank takes the first of the {way} parts of the targets": mean(
+            places, causal(s), targets[:, first]
         ),
         f"tokens are cut into {way} parts, and targets into {other} ones": mean(
             places, causal(s), targets[:, taken]

@@ -66,10 +66,13 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
     return found
 
 
-def gradients_from(seen: SimpleNamespace, weights: Tensor, delta: Tensor) -> list[Tensor]:
+def gradients_from(
+    seen: SimpleNamespace, weights: Tensor, delta: Tensor, values: Tensor | None = None
+) -> list[Tensor]:
     """Gradients of the whole q, k and v, from attention's weights and what the softmax takes off."""
     q, k, v = (x.detach() for x in seen.inputs)
-    d_scores = weights * (seen.d_out @ v.transpose(-2, -1) - delta) / math.sqrt(q.size(-1))
+    d_weights = seen.d_out @ (v if values is None else values).transpose(-2, -1)
+    d_scores = weights * (d_weights - delta) / math.sqrt(q.size(-1))
     return [d_scores @ k, d_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ seen.d_out]
 
 
@@ -84,6 +87,13 @@ def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
     wrong = {
         "δ is not taken off: dX is P ∘ dP alone": gradients_from(seen, weights, torch.zeros_like(delta)),
         "1/sqrt(d) is left out: it is sqrt(d) times too large": [root * d_q, root * d_k, d_v],
+        "dP is made of dO and K: it is dO Vᵀ": gradients_from(seen, weights, delta, values=k),
+        "the gradients of k and v have changed places": [d_q, d_v, d_k],
+        "the gradients of k and v are added up in one tensor, such as [x] * 2 has twice": [
+            d_q,
+            d_k + d_v,
+            d_k + d_v,
+        ],
     }
     place = torch.empty(seen.length, dtype=torch.int64)
     for where in seen.where:
@@ -115,6 +125,21 @@ def from_the_next_block(seen: SimpleNamespace, delta: Tensor) -> list[Tensor]:
     taken = SimpleNamespace(inputs=[q, k[:, :, after], v[:, :, after]], d_out=seen.d_out)
     scores = (q @ taken.inputs[1].transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf)
     return gradients_from(taken, (scores - lse.unsqueeze(-1)).exp(), delta)
+
+
+def last_terms(seen: SimpleNamespace) -> list[Tensor]:
+    """Each rank's gradient of q, if it holds only what the block adds that was computed last."""
+    q, k = (x.detach() for x in seen.inputs[:2])
+    n, mask = len(seen.where), causal(seen.length)
+    weights = (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf).softmax(-1)
+    delta = (seen.d_out * seen.out.detach()).sum(-1, keepdim=True)
+    found = []
+    for r, own in enumerate(seen.where):
+        visible = [(r - step) % n for step in range(n) if mask[own][:, seen.where[(r - step) % n]].any()]
+        last = torch.zeros(seen.length, dtype=torch.bool)
+        last[seen.where[visible[-1]]] = True
+        found.append(gradients_from(seen, weights * last, delta)[0][:, :, own])
+    return found
 
 
 def wrong_journeys(seen: SimpleNamespace, i: int) -> dict[str, list[Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grader.checks import Trial, is_close
 
-from .ring_slips import by_parts, wrong_formulas, wrong_journeys, wrong_outputs
+from .ring_slips import by_parts, last_terms, wrong_formulas, wrong_journeys, wrong_outputs
 from .shared import (
     BACKWARD,
     Watch,
@@ -165,7 +165,10 @@ def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
 
     def others(i: int) -> dict[str, list[Tensor]]:
         slips = {cause: by_parts(seen, value[i]) for cause, value in formulas().items()}
-        return slips | wrong_journeys(seen, i) if n > 1 and i else slips
+        if n > 1 and i == 0:
+            told = "only what the block adds that is computed last: = in the place of +=?"
+            return slips | {told: last_terms(seen)}
+        return slips | wrong_journeys(seen, i) if n > 1 else slips
 
     for i, label in enumerate("qkv"):
         trial.close(
