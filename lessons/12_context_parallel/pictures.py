@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from grader import run_ranks
 from lessons.context_parallel import answers, measures
 from lessons.context_parallel.measures import LENGTH, LENGTHS
+from lessons.page.hidden import draw_shares
 from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, RANKS, RED, figure
 
 
@@ -179,20 +180,12 @@ def draw_hidden_parts(ring: Any) -> None:
     ratios = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0]
     run = run_ranks(measures.hidden_parts, ring, ratios, ranks=2)
     measured = [statistics.fmean(parts) for parts in zip(*run, strict=True)]
-    every = [2 ** (i / 10) / 8 for i in range(51)]
-    _, axes = figure(figsize=(6.5, 3))
-    axes.plot(every, [min(1, x) for x in every], color=GREY, label="the formula")
-    axes.plot(ratios, measured, "o", color=BLUE, label="measured with your ring_attention")
-    axes.set_xscale("log", base=2)
-    axes.set(xticks=ratios, xticklabels=[f"{x:g}" for x in ratios], ylim=(-0.05, 1.1))
-    axes.set(
-        xlabel="tokens of a rank, as a multiple of the smallest hidden part", ylabel="hidden part of a hop"
+    draw_shares(
+        ratios,
+        {"the formula": lambda x: min(1.0, x)},
+        {"measured with your ring_attention": measured},
+        ("formula", "measured"),
     )
-    axes.legend(loc="lower right")
-    plt.show()
-    print("tokens   formula   measured")
-    for x, seen in zip(ratios, measured, strict=True):
-        print(f"{x:6g} {min(1, x):9.0%} {seen:10.0%}")
 
 
 def draw_machines(smallest_hidden_part: Any) -> None:
