@@ -164,10 +164,10 @@ def draw_ahead() -> None:
             wire = start + 1.0
             begins = max(wire, processor)
             for row, (a, width, color, told) in enumerate(
-                ((begins, 1.3, GREEN, f"block {block}"), (start, 1.0, PINK, f"gather {block}"))
+                ((begins, 1.3, GREEN, f"block {block}"), (start, 1.0, PINK, f"gather\n{block}"))
             ):
                 axes.add_patch(plt.Rectangle((a, -row), width, 0.8, facecolor=color, edgecolor="black"))
-                axes.text(a + width / 2, 0.4 - row, told, ha="center", va="center", fontsize=7)
+                axes.text(a + width / 2, 0.4 - row, told, ha="center", va="center", fontsize=7.5)
             if ahead:
                 wire = max(wire, begins)  # one block ahead, no more: it starts when this one computes
             processor = begins + 1.3
@@ -187,7 +187,7 @@ def draw_prefetch(shard: Any) -> None:
     draw_steps_into(axes, steps)
     plt.tight_layout()
     plt.show()
-    print("milliseconds of waiting (exposed), fastest of five steps")
+    print("milliseconds of waiting (exposed), fastest of eight steps")
     for how, step in steps.items():
         waited = {kind: sum(b - a for k, a, b in step["waits"] if k == kind) for kind in WIRE_KINDS}
         told = ", ".join(f"{kind} {milliseconds:4.0f}" for kind, milliseconds in waited.items())
