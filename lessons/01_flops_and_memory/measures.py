@@ -108,9 +108,10 @@ def matmul_flops_per_second(m: int, k: int, n: int) -> float:
 
 
 def bytes_read_per_second() -> float:
-    """What memory gives, at best, to one look at more numbers than a cache holds: a sum, or a product."""
+    """The most that memory gives to one look at more numbers than a cache holds."""
     matrix, vector = torch.ones(2**13, 2**13), torch.ones(2**13)
-    return matrix.nbytes / min(least_seconds(matrix.sum), least_seconds(lambda: matrix @ vector))
+    looks = matrix.sum, lambda: matrix @ vector, lambda: vector @ matrix
+    return matrix.nbytes / min(map(least_seconds, looks))
 
 
 def utilization_by_width(mfu: Any, widths: list[int], peak: float) -> list[float]:

@@ -23,7 +23,7 @@ def intensity(product: Product, size: int) -> float:
 
 def draw_roof(axes: Axes, peak: float, bandwidth: float, **look: Any) -> None:
     """The slope of the memory and the ceiling of the peak."""
-    lowest, highest = 0.05, 2e3
+    lowest, highest = 0.01, 2e3
     axes.plot([lowest, peak / bandwidth, highest], [lowest * bandwidth, peak, peak], **look)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="FLOP/s")
 
@@ -31,7 +31,7 @@ def draw_roof(axes: Axes, peak: float, bandwidth: float, **look: Any) -> None:
 def draw_gpus(config: GPTConfig, attainable: Any) -> None:
     """Products of a GPT in 16 bits, under the roofs of three GPUs."""
     h, s = config.n_embd, config.block_size
-    _, axes = figure(figsize=(9, 4))
+    _, axes = figure(figsize=(9, 4.2))
     for (name, (peak, bandwidth, _)), color in zip(MACHINES.items(), (GREEN, ORANGE, BLUE), strict=True):
         draw_roof(axes, peak, bandwidth, color=color, label=f"{name}: ridge at {peak / bandwidth:.0f}")
     peak, bandwidth, _ = MACHINES["H100"]
@@ -43,14 +43,16 @@ def draw_gpus(config: GPTConfig, attainable: Any) -> None:
     for name, product in products.items():
         x, y = intensity(product, 2), attainable(*product, 2, peak, bandwidth)
         axes.plot(x, y, "o", color=PINK if "c_fc" in name else RED, zorder=3)
-        ceiling = {"c_fc, 8,192 tokens": "right", "lm_head, 8,192": "left"}
-        where, side = ((0, 7), ceiling[name]) if name in ceiling else ((7, -14), "left")
-        axes.annotate(name, (x, y), where, textcoords="offset points", ha=side)
+        side = "left" if "lm_head" in name else "right"
+        offset = (0, 14) if y == peak else (-7, 4)
+        axes.annotate(name, (x, y), offset, textcoords="offset points", ha=side)
         print(f"{name:20} {x:6.1f} FLOPs a byte: at most {y / peak:6.1%} of an H100's peak")
     axes.plot(1 / 6, bandwidth / 6, "s", color=RED)
-    axes.annotate("adding two tensors", (1 / 6, bandwidth / 6), (7, -4), textcoords="offset points", va="top")
+    axes.annotate(
+        "adding two tensors", (1 / 6, bandwidth / 6), (-7, 4), textcoords="offset points", ha="right"
+    )
     axes.set_title(f"GPT-2 in 16 bits: products of width {h}")
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower right")
     axes.set_ylim(top=9e15)
     plt.show()
 

@@ -84,7 +84,6 @@ def everywhere(c: GPTConfig, b: int, s: int) -> list[Slip]:
             "each norm keeps two numbers for every token, a mean and a deviation: one is missing",
             -4 * tokens * norms,
         ),
-        ("last norm", "the last norm is missing", -stream - 8 * tokens),
         ("norms", one, norms * stream),
         ("width", f"{one} (in the blocks)", 2 * layers * stream),
         ("logits", "the log-probabilities are missing: the loss keeps (b·s, v) numbers", -logits),
@@ -98,11 +97,13 @@ def everywhere(c: GPTConfig, b: int, s: int) -> list[Slip]:
         ),
         (
             "once",
-            "one tensor of (b, s, h) is missing: the input of lm_head, or the embedding's mask"
+            "one tensor of (b, s, h) is missing: the input of lm_head, or of the last norm, or the "
+            "embedding's mask"
             if c.dropout
             else "one tensor of (b, s, h) is missing: the input of lm_head, or of the last norm",
             -stream,
         ),
+        ("last norm", "the last norm is missing", -stream - 8 * tokens),
         ("once", "the embedding's sum is the first norm's input, one storage: it counts once", stream),
         ("width", "the GELU keeps its input, and c_proj keeps the GELU's output", -4 * layers * stream),
         (
