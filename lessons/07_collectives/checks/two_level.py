@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from grader.checks import Event, Recording, Trial, check, exercise
+from grader.checks import COLLECTIVES, Event, Recording, Trial, check, exercise
 
 from .cases import Case, draw, dtypes, lay_out, layouts, require_between, require_in_place, sizes
 from .traffic import SMALL, events, require_waits
@@ -134,11 +134,12 @@ def slips(case: Case, machines: Machines) -> dict[str, list[Tensor]]:
     left_over = [value.flatten().clone() for value in case.values]
     for row in left_over:
         row[:even] = total.flatten()[:even]
-    return {
+    rounded = {
         "the left-over elements, where the size does not divide by the ranks of a machine, were not summed": [
-            row.view_as(total) for row in left_over if 0 < even < case.num_elements
+            row.view_as(total) for row in left_over
         ]
-        or case.values,
+    }
+    return (rounded if 0 < even < case.num_elements else {}) | {
         "what it held before: the sum was not written into the tensor that was given": case.values,
         "the sum over this rank's machine alone: nothing was added across machines": inside,
         "the sum over `outer` alone: nothing was added inside the machine": outside,
@@ -263,8 +264,10 @@ def require_bytes(
     cause = ""
     if n > 1 and sent > allowed and 2 * m * home <= 2.2 * (n - 1) * case.num_bytes / n * 2:
         cause = "inner and outer are swapped: the small part travels inside"
-    elif sent >= 2 * (m - 1) * case.num_bytes / m and n > 1:
+    elif any(event.num_bytes > 1.5 * m * slice_bytes for event in beyond) and n > 1:
         cause = "the whole tensor goes across, not the shard of a reduce-scatter"
+    elif len(calls := [event.describe() for event in beyond if event.kind in COLLECTIVES]) > 1:
+        cause = f"the shard goes across more than once: {', '.join(calls[:3])}"
     trial.require(
         sent <= allowed + SMALL * n * m,
         f"given {case} ({told(each.machines)}) it sends {sent:,.0f} bytes across machines, where "

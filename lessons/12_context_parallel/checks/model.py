@@ -51,8 +51,14 @@ def uneven(trial: Trial, sizes: dict, b: int) -> Tensor:
     return trial.tokens(sizes["vocab_size"], b, length).masked_fill(~keep, -1)
 
 
+NO_GRAPH = (
+    "a rank that counts no target must go backward all the same, if only with zeros: the others wait for it "
+    "in the sums of the gradients"
+)
+
+
 def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[Tensor]) -> dict:
-    """A recorded pass over the first targets, one of half the loss over the second, one over the third."""
+    """A recorded pass over the first targets, half the loss over the second, a fresh one over the third."""
     model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
     before = [x.clone() for x in (idx, *all_targets)]
     with rank.record() as recording, Watch(sizes["length"], dims=3) as watch:
@@ -65,7 +71,14 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
     (0.5 * second_loss).backward()
     both = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     third_loss = model(idx, all_targets[2])[1]
+    model.zero_grad()
+    try:
+        third_loss.backward()
+    except RuntimeError as error:
+        error.add_note(NO_GRAPH)
+        raise
     return {
+        "third": {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
         "losses": [x.detach() for x in (loss, second_loss, third_loss)],
         "first": first,
         "both": both,
@@ -138,6 +151,13 @@ def loss_is_the_mean_over_all_counted_tokens(trial: Trial) -> None:
     require_loss(trial, 2, "the loss where all counted targets are on one rank", help)
 
 
+PASSES = {
+    "first": "",
+    "both": " after two passes",
+    "third": ", where all counted targets are on one rank,",
+}
+
+
 def require_gradients(
     trial: Trial, key: str, expected: dict[str, Tensor], others: dict[str, dict], help: str
 ) -> None:
@@ -145,7 +165,7 @@ def require_gradients(
     n = trial.num_ranks
     for name, right in expected.items():
         found = [r[key].get(name) for r in seen.results]
-        what = f"the gradient of {name}" + (" after two passes" if key == "both" else "")
+        what = f"the gradient of {name}{PASSES[key]}"
         present = [g for g in found if isinstance(g, Tensor) and g.shape == right.shape]
         if n > 1 and len(present) == n and not all(is_close(g, present[0]) for g in present):
             total = torch.stack([g.double() for g in present]).sum(0)
@@ -189,6 +209,18 @@ def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
         else {},
         "The loss is a mean over all ranks' tokens, so the gradient is the sum of what each rank's tokens "
         "make. An all-reduce knows no backward: let it flow through your own part of the loss alone.",
+    )
+
+
+@check("context_parallelize")
+def gradients_where_one_rank_counts(trial: Trial) -> None:
+    """Where all counted targets are on one rank, every rank has the dense model's gradient all the same."""
+    require_gradients(
+        trial,
+        "third",
+        trial.once(observe).expected[2][1],
+        {},
+        "A rank without counted targets adds zeros, and takes part in every sum.",
     )
 
 

@@ -126,7 +126,7 @@ def _of_parts(losses: Tensor, targets: Tensor, way: str, n: int) -> dict[str, An
 
 def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -> dict[str, Tensor]:
     """The loss if tokens are cut in one way, and their positions, targets or the causal mask in another."""
-    s, count = targets.size(1), (targets != -1).sum()
+    s = targets.size(1)
     (other,) = CUTS.keys() - {way}
     local, owner, taken, first = (torch.empty(s, dtype=torch.int64) for _ in range(4))
     for r in range(n):
@@ -138,7 +138,7 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
     as_other = taken.unsqueeze(1) >= taken.unsqueeze(0)
 
     def mean(positions: Tensor, mask: Tensor, targets: Tensor = targets) -> Tensor:
-        return each_loss(model, idx, targets, positions, mask).detach().sum() / count
+        return each_loss(model, idx, targets, positions, mask).detach().sum() / (targets != -1).sum()
 
     return {
         f"positions count from 0 on every rank ({way} parts)": mean(local, causal(s)),
