@@ -101,13 +101,15 @@ def slips(parameters: int, flops: float, speed: float, element_bytes: int = 2) -
         "bytes_per_second is turned into bits, and S stays in bytes": t / 8,
         "the two speeds have changed places": 1 / t * element_bytes**2 / 4,
         "P is left in: it is on both sides of the inequality": t * parameters,
-        "`/ 2 * x` divides by 2, then multiplies by x: 2 * x needs brackets": t * Fraction(speed) ** 2,
     }
     rounded = {told: math.ceil(number) for told, number in known.items()}
     return rounded | {
         "rounded down: with so few tokens backward ends before the all-reduce": math.floor(t),
         "rounded to the nearest whole number: where that is below, backward ends first": round(t),
         "always one more: where the times are equal, the all-reduce is hidden": math.floor(t) + 1,
+        "`/ 2 * x` divides by 2, then multiplies by x: 2 * x needs brackets": math.ceil(
+            element_bytes * flops / 2 * speed
+        ),
     }
 
 

@@ -128,11 +128,10 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
     """The loss if tokens are cut in one way, and their positions, targets or the causal mask in another."""
     s = targets.size(1)
     (other,) = CUTS.keys() - {way}
-    local, owner, taken, first = (torch.empty(s, dtype=torch.int64) for _ in range(4))
+    local, owner, taken = (torch.empty(s, dtype=torch.int64) for _ in range(3))
     for r in range(n):
         mine = CUTS[way](s, r, n)
         local[mine], owner[mine], taken[mine] = torch.arange(len(mine)), r, CUTS[other](s, r, n)
-        first[mine] = CUTS[way](s, 0, n)
     places = torch.arange(s)
     alike = owner.unsqueeze(1) == owner.unsqueeze(0)
     as_other = taken.unsqueeze(1) >= taken.unsqueeze(0)
@@ -149,9 +148,7 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
         f"tokens are cut into {way} parts, and positions and attention take them for {other} ones": mean(
             taken, as_other
         ),
-        f"every rank takes the first of the {way} parts of the targets": mean(
-            places, causal(s), targets[:, first]
-        ),
+        f"every rank takes the first s/n targets ({way} parts)": mean(places, causal(s), targets[:, local]),
         f"tokens are cut into {way} parts, and targets into {other} ones": mean(
             places, causal(s), targets[:, taken]
         ),
