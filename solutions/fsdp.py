@@ -622,20 +622,6 @@ class FullySharded(nn.Module):
     # end of answer
 
 
-def fully_shard_gpt(model: GPT, mesh: DeviceMesh) -> GPT:
-    """ZeRO-3 by PyTorch: `torch.distributed.fsdp.fully_shard` on the given model, a unit for each block.
-
-    What lies outside the blocks is one more unit. `mesh` has one dimension, the ranks to shard over. Units
-    are freed after forward, as they are by default. Changes and returns the given model.
-    """
-    # answer
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-    # end of answer
-
-
 # answer: a mean across machines
 def average_across(across: ProcessGroup, parameters: list[nn.Parameter]) -> None:
     """The mean of shards' gradients over ranks that hold the same shards, in all-reduces of many at once."""
@@ -685,6 +671,20 @@ def hybrid_shard(model: GPT, mesh: DeviceMesh) -> nn.Module:
         dist.broadcast(shard.detach(), group=across, group_src=0)
     sharded.register_forward_hook(partial(average_when_backward_ends, across))
     return sharded
+    # end of answer
+
+
+def fully_shard_gpt(model: GPT, mesh: DeviceMesh) -> GPT:
+    """ZeRO-3 by PyTorch: `torch.distributed.fsdp.fully_shard` on the given model, a unit for each block.
+
+    What lies outside the blocks is one more unit. `mesh` has one dimension, the ranks to shard over. Units
+    are freed after forward, as they are by default. Changes and returns the given model.
+    """
+    # answer
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
     # end of answer
 
 
