@@ -635,11 +635,11 @@ def average_across(across: ProcessGroup, parameters: list[nn.Parameter]) -> None
 
 
 def average_when_backward_ends(across: ProcessGroup, sharded: nn.Module, args: Any, outputs: Any) -> None:
-    """A forward hook. FullySharded has put a hook on the logits before, so its work is queued before this."""
+    """A forward hook. FullySharded queues work of its own while backward goes on; what a call queues is last."""
     average = partial(average_across, across, list(sharded.parameters()))
     queue = torch.autograd.Variable._execution_engine.queue_callback
     if outputs[0].requires_grad:
-        outputs[0].register_hook(lambda gradient: queue(average))
+        outputs[0].register_hook(lambda gradient: queue(lambda: queue(average)))
 
 
 # end of answer
