@@ -379,12 +379,12 @@ def tensor_parallel_grouped_attention(
         first = rank * num_kv_heads // n
         order += [queries[rank * own_heads : (rank + 1) * own_heads]]
         order += [heads[first : first + own_kv_heads] for heads in (keys, values)]
-    by_rank = copy.deepcopy(attention.c_attn)
+    dealt = copy.deepcopy(attention.c_attn)
     for name, parameter in attention.c_attn.named_parameters():
         heads = parameter.detach().unflatten(0, (-1, attention.head_size))  # (a + 2·a_kv, d, ...)
-        setattr(by_rank, name, nn.Parameter(heads[torch.cat(order)].flatten(0, 1)))
-    attention.c_attn = ColumnParallelLinear.from_linear(by_rank, group=group)
-    attention.c_proj = RowParallelLinear.from_linear(attention.c_proj, group=group)
+        setattr(dealt, name, nn.Parameter(heads[torch.cat(order)].flatten(0, 1)))
+    project = RowParallelLinear.from_linear(attention.c_proj, group=group)
+    attention.c_attn, attention.c_proj = ColumnParallelLinear.from_linear(dealt, group=group), project
     attention.num_heads, attention.num_kv_heads = own_heads, own_kv_heads
     for parameter in attention.c_attn.parameters() if n > num_kv_heads else ():
         parameter.register_hook(partial(_sum_of_copies, group, num_kv_heads, 2 * attention.head_size))
