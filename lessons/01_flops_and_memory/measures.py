@@ -107,10 +107,10 @@ def matmul_flops_per_second(m: int, k: int, n: int) -> float:
     return 2 * m * k * n / least_seconds(lambda: x @ y)
 
 
-def bytes_read_per_second() -> float:
-    """The most that memory gives to one look at more numbers than a cache holds."""
-    matrix, vector = torch.ones(2**13, 2**13), torch.ones(2**13)
-    looks = matrix.sum, lambda: matrix @ vector, lambda: vector @ matrix
+def bytes_read_per_second(rows: int, columns: int) -> float:
+    """The most that memory gives to one look at a matrix, which should be larger than the caches."""
+    matrix, left, right = torch.ones(rows, columns), torch.ones(1, rows), torch.ones(columns)
+    looks = matrix.sum, lambda: left @ matrix, lambda: matrix @ right
     return matrix.nbytes / min(map(least_seconds, looks))
 
 

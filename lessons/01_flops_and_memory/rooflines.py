@@ -59,7 +59,7 @@ def draw_gpus(config: GPTConfig, attainable: Any) -> None:
 
 def draw_this_machine(attainable: Any, mfu: Any, h: int = 2048) -> float:
     """Products of few and many tokens under this machine's roof, and what models use; returns the peak."""
-    bandwidth = measures.bytes_read_per_second()
+    bandwidth = measures.bytes_read_per_second(h, 4 * h)
     tokens, widths = [1, 4, 16, 64, 512], [32, 64, 128, 256, 512]
     products = [(t, h, 4 * h) for t in tokens]
     speeds = [measures.matmul_flops_per_second(*product) for product in products]
