@@ -18,9 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from nanogpt.model import GPT, GPTConfig
 from solutions.data_parallel import shard_batch
 
-Technique = Callable[[nn.Module, ProcessGroup], nn.Module]
-"""Cuts or wraps a model over a group, as `tensor_parallelize`, `DataParallel` and `FullySharded` do."""
-
 
 def group_along(rank: int, sizes: Mapping[str, int], dim: str) -> list[int]:
     """The ranks that work together with `rank` along one dimension of a mesh, in ascending order.
@@ -48,6 +45,10 @@ def rows_of(batch: Tensor, mesh: DeviceMesh) -> Tensor:
     # answer
     return shard_batch(batch, mesh.get_group("data"))
     # end of answer
+
+
+Technique = Callable[[nn.Module, ProcessGroup], nn.Module]
+"""Cuts or wraps a model over a group, as `tensor_parallelize`, `DataParallel` and `FullySharded` do."""
 
 
 def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, Technique]) -> nn.Module:

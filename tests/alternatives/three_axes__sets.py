@@ -28,7 +28,8 @@ def parallelize_on_mesh(model, mesh, techniques):
         raise ValueError(f"no technique for {set(stages) - set(techniques)}")
     groups = dict(zip(mesh.mesh_dim_names, mesh.get_all_groups(), strict=True))
     for stage in stages:
-        model = techniques[stage](model, groups[stage])
+        if groups[stage].size() > 1:
+            model = techniques[stage](model, groups[stage])
     return model
 
 
