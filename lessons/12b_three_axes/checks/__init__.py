@@ -7,6 +7,7 @@ The checks of each exercise are in a file of their own. They run in the order in
 from . import places  # noqa: F401
 from . import rows  # noqa: F401
 from . import assembly  # noqa: F401
+from . import assembled  # noqa: F401
 from . import norms  # noqa: F401
 from . import axes  # noqa: F401
 from . import bug  # noqa: F401
