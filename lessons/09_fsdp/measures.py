@@ -127,7 +127,9 @@ def steps_in_time(
                 "forward": since(forward),
                 "end": since(ended),
                 "sent": [(e["kind"], since(e["start"]), since(e["end"])) for e in tap.log],
-                "waits": [(e["kind"], *map(since, e["waits"])) for e in tap.log if "waits" in e],
+                "waits": [(e["kind"], *map(since, e["waits"])) for e in tap.log],
+                # for the wire, not for a peer that is late
+                "exposed": [(e["kind"], 1000 * max(0.0, e["end"] - e["waits"][0])) for e in tap.log],
             }
             best[how] = min(best.get(how, step), step, key=lambda step: step["end"])
     return best
