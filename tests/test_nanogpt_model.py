@@ -29,7 +29,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-WITH_RANKS = {"launch.py", "ranks.py", "train.py", "minimal.py", "parallel.py", "combined.py"}
+WITH_RANKS = {"launch.py", "ranks.py", "train.py", "minimal.py", "parallel.py", "combined.py", "own_model.py"}
 """Programs, which start and end a process group, and techniques on several ranks; the model and the loop know
 nothing of either."""
 
