@@ -31,6 +31,26 @@ class Longer(Same):
         return gradient, gradient
 
 
+class Turned(Same):
+    """Its backward returns the gradient of a matrix transposed."""
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.T
+
+
+class AlsoForNone(torch.autograd.Function):
+    """Its backward returns a gradient for an argument that is None."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: None) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return gradient, gradient
+
+
 def hook_frozen() -> None:
     nn.Parameter(torch.ones(2), requires_grad=False).register_post_accumulate_grad_hook(print)
 
@@ -103,6 +123,8 @@ WORDS = {
     endless: "leads back to itself",
     lambda: Saves.apply(torch.ones(2, requires_grad=True), 3): "tensors and None alone",
     lambda: Wider.apply(torch.ones(2, requires_grad=True)).sum().backward(): "shape of forward's input",
+    lambda: Turned.apply(torch.ones(2, 3, requires_grad=True)).sum().backward(): "is transposed",
+    lambda: AlsoForNone.apply(torch.ones(2, requires_grad=True), None).sum().backward(): "was no tensor",
     lambda: Longer.apply(torch.ones(2, requires_grad=True)).sum().backward(): "one value for each argument",
 }
 

@@ -62,6 +62,16 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "Return None for what is no tensor, such as the group.",
     ),
     (
+        r"returned a gradient different than None at position \d+, but .* was not a Variable",
+        "backward returns a gradient for an argument of forward that was no tensor, such as bias=None",
+        "Return None in its place: ctx.needs_input_grad says what needs one.",
+    ),
+    (
+        r"returned an invalid gradient at index \d+ - got \[(\d+), (\d+)\] but expected .* \[\2, \1\]",
+        "a matrix's gradient is transposed: it has the shape of the matrix itself",
+        "Swap the two factors of the product, and transpose the other one.",
+    ),
+    (
         r"returned an invalid gradient at index \d+ - got .* but expected shape",
         "the gradient that backward returns has not the shape of forward's input",
         "What forward gathered or summed up, backward cuts; what it cut, backward puts together.",

@@ -103,6 +103,16 @@ def likely(config: GPTConfig, b: int, s: int, n: int, scheme: str, answer: objec
         (4 * 4 * tokens, "the norms' means and deviations are missing: two numbers a token and norm"),
         (4 * 2 * tokens, "a norm keeps a mean and a deviation for each token: one of them is missing"),
         (4 * b * config.n_head * s // n, "the core's log-sum-exp is missing: a number a token and head"),
+        (6 * tokens * config.n_embd, "masks are fp32 on the CPU: 4 bytes an element, not one"),
+        (
+            (6 * tokens * config.n_embd) + 3 * b * config.n_head * s * s // n,
+            "masks are fp32 on the CPU, the core's too: 4 bytes an element, not one",
+        ),
+        (3 * right // 4, "these are numbers, not bytes: one of fp32 has 4"),
+        (
+            4 * b * config.n_head * (s // n - s),
+            "the log-sum-exp of all heads: a rank has it for its own, a/n of them",
+        ),
     ):
         if right - answer == size:
             return told
