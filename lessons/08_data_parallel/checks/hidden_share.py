@@ -110,6 +110,9 @@ def slips(parameters: int, flops: float, speed: float, element_bytes: int = 2) -
         "`/ 2 * x` divides by 2, then multiplies by x: 2 * x needs brackets": math.ceil(
             element_bytes * flops / 2 * speed
         ),
+        "`// 2 * x` divides by 2, then multiplies by x: 2 * x needs brackets": (
+            -(-element_bytes * flops // 2 * speed)
+        ),
     }
 
 
