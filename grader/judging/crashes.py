@@ -82,7 +82,7 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "Which of the two was cast, or computed under autocast, and which was not?",
     ),
     (
-        r"[Tt]ensors? must be contiguous",
+        r"[Tt]ensors? (must|has to) be contiguous",
         "a tensor that does not lie in one piece of memory was sent: only contiguous ones travel",
         "Send x.contiguous(); what arrives in a copy must be copied back.",
     ),
@@ -90,6 +90,17 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         r"view size is not compatible",
         "view() of a tensor that does not lie in one piece of memory",
         "reshape() and flatten() copy where they must.",
+    ),
+    (
+        r"Target -1 is out of bounds",
+        "a target of -1, which does not count, was taken for a token",
+        "F.cross_entropy(..., ignore_index=-1) leaves it out.",
+    ),
+    (
+        r"outputShape\[0\] \* worldSize == inputShape\[0\]",
+        "",
+        "The input of a reduce-scatter is its output times the ranks of the group that it is called with: was "
+        "the tensor cut, or padded, for another number of ranks?",
     ),
     (
         r"index out of range in self|index \d+ is out of bounds for dimension",
