@@ -99,7 +99,7 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"outputShape\[0\] \* worldSize == inputShape\[0\]",
         "",
-        "The input of a reduce-scatter is its output times the ranks of the group that it is called with: was "
+        "The input of a reduce-scatter is its output times the ranks of its group: was "
         "the tensor cut, or padded, for another number of ranks?",
     ),
     (
