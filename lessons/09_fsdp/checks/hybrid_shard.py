@@ -1,6 +1,6 @@
 """Checks of `hybrid_shard`: what it computes, on several meshes. What travels is in hybrid_wire.py."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from grader.checks import CheckEnded, Trial, Verdict, check, exercise
+from grader.checks import Trial, check, exercise
 
-from . import fully_sharded
 from .fully_sharded import full, plain
+from .hybrid_slips import AGAIN, LATE, SUMMED, gradients_after, rules
+from .meshes import NAMES, Machines, arrangements, groups_of, hybrid, run, told
 from .models import build, draw, local, odd_gpt, seeds, weights
-from .training import PASSES, Batches, Rule, mean, train, whole_batch
+from .training import PASSES, Batches, Rule, train, whole_batch
 
 exercise(
     "hybrid_shard",
@@ -33,50 +34,17 @@ exercise(
     ),
 )
 
-Machines = list[list[int]]
-"""World ranks, a row for each machine."""
-
-NAMES = ("replicate", "shard")
+PASSES_BEFORE = 2
+"""Backward passes whose gradients add up, before anybody looks at them."""
 
 LITTLE = 64
 """Bytes of a flag, a length or a loss."""
 
 
-def arrangements(trial: Trial) -> list[Machines]:
-    """Ranks as machines: neighbours in one, or every other rank; machines of one rank; one machine."""
-    if trial.num_ranks == 4:
-        return [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]]
-    return [[[0, 1]], [[0], [1]]]
-
-
-def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list:
-    """Runs a function on the ranks; a crash over a hook or over a rank of the world is told as that."""
-    try:
-        return fully_sharded.run(trial, function, *args, **kwargs)
-    except CheckEnded as end:
-        if end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
-            end.cause = "in evaluation the logits need no gradient, and take no hook"
-            end.help = "Ask for requires_grad before you hook on."
-        elif end.verdict == Verdict.CRASHED and "is not part of group" in end.message:
-            end.cause = "src and dst are ranks of the world; group_src and group_dst count in the group"
-        raise
-
-
-def groups_of(machines: Machines, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """World ranks of this rank's machine, and of those that hold the same shards."""
-    row = next(row for row in machines if rank in row)
-    return tuple(row), tuple(other[row.index(rank)] for other in machines)
-
-
-def told(machines: Machines) -> str:
-    rows = [f"({', '.join(map(str, row))})" for row in machines]
-    return f"{'machines' if len(rows) > 1 else 'one machine'} of ranks {' and '.join(rows)}"
-
-
-def hybrid(rank: Any, model: Any, machines: Machines) -> Any:
-    """On a rank: a model in what the learner's function makes of it."""
-    mesh = DeviceMesh(rank.device.type, machines, mesh_dim_names=NAMES)
-    return rank.submission.hybrid_shard(model.to(rank.device), mesh)
+WHEN_OVER = (
+    "When backward is over, average the shards' .grad across machines: queue_callback has a function called "
+    "then. Autograd calls no hook of a shard whose .grad is written by hand."
+)
 
 
 # --- training ---
@@ -91,11 +59,23 @@ def train_on_machines(rank: Any, kind: str, seed: int, arranged: list[Machines],
         sharded.eval()
         with torch.no_grad():
             result["logits"], result["loss"] = (each.clone() for each in sharded(*batches[0]))
+        sharded.train()
+        result["gradients"] = gradients_of(sharded, batches[:PASSES_BEFORE])
         sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
         with rank.record() as recording:
             train(sharded, batches, kind, plain)
         found.append({**result, "recording": recording, "end": full(sharded)})
     return found
+
+
+def gradients_of(sharded: Any, batches: Batches) -> dict[str, Tensor]:
+    """The whole gradients after some backward passes, by GPT's names; zeros where there are none."""
+    for batch in batches:
+        sharded(*batch)[1].backward()
+    with torch.no_grad():
+        for shard in sharded.parameters():
+            shard.zero_() if shard.grad is None else shard.copy_(shard.grad)
+    return full(sharded)
 
 
 def observe(trial: Trial, kind: str) -> SimpleNamespace:
@@ -167,42 +147,7 @@ def outputs_are_the_dense_models(trial: Trial) -> None:
             )
 
 
-# --- what wrong gradients lead to ---
-
-
-def rules(machines: Machines) -> dict[str, list[Callable[[], Rule]]]:
-    """Wrong rules for the gradients of all ranks, by the sentence that tells them; one a rank, or for all."""
-    ranks, m = sorted(r for row in machines for r in row), len(machines)
-    inside = [partial(of, groups_of(machines, r)[0]) for r in ranks]
-    total = partial(scaled, m)
-    told = "it was trained on the sum over the machines: divide by how many there are"
-    return {
-        "each machine was trained on the mean of its own ranks: nothing was averaged across machines": [
-            partial(Rule, combine) for combine in inside
-        ],
-        "gradients were averaged across machines before backward had made them: an earlier pass's were": [
-            partial(late, combine) for combine in inside
-        ],
-        "each rank was trained on its own gradient: nothing was reduced": [
-            partial(Rule, partial(of, (r,))) for r in ranks
-        ],
-        told: [partial(Rule, total)],
-        f"{told}. What the first pass left was summed once more": [partial(Rule, total, first_counts=m)],
-    }
-
-
-def of(ranks: tuple[int, ...], losses: list[Tensor]) -> Tensor:
-    return mean([losses[r] for r in ranks])
-
-
-def scaled(factor: float, losses: list[Tensor]) -> Tensor:
-    return factor * mean(losses)
-
-
-def late(combine: Callable[[list[Tensor]], Tensor]) -> Rule:
-    """Right for what a pass finds there already, the first one's of two; the rest is a machine's own."""
-    turns = iter([mean])
-    return Rule(lambda losses: next(turns, combine)(losses))
+# --- the checks of gradients ---
 
 
 def require_end(trial: Trial, seen: SimpleNamespace, kind: str, help: str) -> None:
@@ -249,14 +194,46 @@ def two_groups_talk(trial: Trial) -> None:
 
 
 @check("hybrid_shard")
+def gradients_are_the_means(trial: Trial) -> None:
+    """After two loss.backward() the mean gradients of all ranks are in .grad, without another call."""
+    seen = trial.once(observe_sgd)
+    own = [[gradients_after(seen, [r], passes) for r in range(trial.num_ranks)] for passes in (1, 2)]
+
+    def of_ranks(ranks: Sequence[int], name: str, passes: int = 2) -> Tensor:
+        return torch.stack([own[passes - 1][r][name] for r in ranks]).mean(0)
+
+    for each in seen.on_machines:
+        everyone, m = range(trial.num_ranks), len(each.machines)
+        inside = [groups_of(each.machines, r)[0] for r in everyone]
+        for name in own[0][0]:
+            right, first = of_ranks(everyone, name), of_ranks(everyone, name, 1)
+            trial.close(
+                f"the gradient of {name} after two loss.backward() ({told(each.machines)})",
+                [result["gradients"][name] for result in each.results],
+                right,
+                alternatives={
+                    "it is the mean of its own machine: nothing was averaged across machines": [
+                        of_ranks(row, name) for row in inside
+                    ],
+                    LATE: [first + of_ranks(row, name) - of_ranks(row, name, 1) for row in inside],
+                    SUMMED: m * right,
+                    f"{SUMMED}{AGAIN}": m * right + (m - 1) * m * first,
+                    "it is what this rank has computed alone: nothing was reduced": [
+                        of_ranks([r], name) for r in everyone
+                    ],
+                },
+                help=WHEN_OVER,
+            )
+
+
+@check("hybrid_shard")
 def sgd_trains_as_one_process_does(trial: Trial) -> None:
     """Two steps of SGD, the first of two backward passes, end at the weights of one process with all rows."""
     require_end(
         trial,
         trial.once(observe_sgd),
         "SGD",
-        "When backward is over, average the shards' .grad across machines: queue_callback has a function "
-        "called then. Autograd calls no hook of a shard whose .grad is written by hand.",
+        WHEN_OVER,
     )
 
 

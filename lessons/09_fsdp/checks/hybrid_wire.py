@@ -8,7 +8,7 @@ from torch.optim import SGD
 
 from grader.checks import Event, Recording, Trial, check
 
-from .hybrid_shard import Machines, arrangements, groups_of, hybrid, run, told
+from .meshes import Machines, arrangements, groups_of, hybrid, run, told
 from .models import DEEP, build, bytes_of, deep_gpt, local, settle
 from .wire import SMALL, padded_bytes
 

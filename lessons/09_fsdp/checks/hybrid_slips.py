@@ -1,0 +1,56 @@
+"""What known slips of `hybrid_shard` lead to, and the sentences that tell them."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .meshes import Machines, groups_of
+from .models import build, odd_gpt
+from .training import Rule, mean
+
+LATE = "gradients were averaged across machines before backward had made them: an earlier pass's were"
+SUMMED = "it is that of a sum over the machines: divide by how many there are"
+AGAIN = ". What the first pass left was summed once more"
+
+
+def rules(machines: Machines) -> dict[str, list[Callable[[], Rule]]]:
+    """Wrong rules for the gradients of all ranks, by the sentence that tells them; one a rank, or for all."""
+    ranks, m = sorted(r for row in machines for r in row), len(machines)
+    inside = [partial(of, groups_of(machines, r)[0]) for r in ranks]
+    total = partial(scaled, m)
+    return {
+        "each machine was trained on the mean of its own ranks: nothing was averaged across machines": [
+            partial(Rule, combine) for combine in inside
+        ],
+        LATE: [partial(late, combine) for combine in inside],
+        "each rank was trained on its own gradient: nothing was reduced": [
+            partial(Rule, partial(of, (r,))) for r in ranks
+        ],
+        SUMMED: [partial(Rule, total)],
+        f"{SUMMED}{AGAIN}": [partial(Rule, total, first_counts=m)],
+    }
+
+
+def of(ranks: tuple[int, ...], losses: list[Tensor]) -> Tensor:
+    return mean([losses[r] for r in ranks])
+
+
+def scaled(factor: float, losses: list[Tensor]) -> Tensor:
+    return factor * mean(losses)
+
+
+def gradients_after(seen: SimpleNamespace, ranks: list[int], passes: int) -> dict[str, Tensor]:
+    """The gradients of one process after some passes, on these ranks' batches; zeros for none."""
+    model = build(odd_gpt, seen.seed, torch.float64)
+    for number in range(passes):
+        mean([model(*seen.by_rank[r][number])[1] for r in ranks]).backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def late(combine: Callable[[list[Tensor]], Tensor]) -> Rule:
+    """Right for what a pass finds there already, the first one's of two; the rest is a machine's own."""
+    turns = iter([mean])
+    return Rule(lambda losses: next(turns, combine)(losses))
