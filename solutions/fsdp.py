@@ -635,7 +635,7 @@ def average_across(across: ProcessGroup, parameters: list[nn.Parameter]) -> None
 
 
 def average_when_backward_ends(across: ProcessGroup, sharded: nn.Module, args: Any, outputs: Any) -> None:
-    """A forward hook. FullySharded queues work of its own while backward goes on; what a call queues is last."""
+    """A forward hook: FullySharded queues work until backward ends, so this queues its own from the queue."""
     average = partial(average_across, across, list(sharded.parameters()))
     queue = torch.autograd.Variable._execution_engine.queue_callback
     if outputs[0].requires_grad:
