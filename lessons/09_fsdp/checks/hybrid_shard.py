@@ -28,7 +28,7 @@ exercise(
         "broadcast of the shards is enough.",
         "The shards' gradients are complete when backward is over, so average them across machines in a "
         "function that queue_callback calls. What is queued first is called first, and FullySharded queues "
-        "something as well.",
+        "something as well, until the last unit. What a queued function queues comes at the end.",
         "The caller calls nothing but loss.backward(): queue your function from a hook on the logits, and "
         "put that hook there in a forward hook of the module (module.register_forward_hook).",
     ),
@@ -43,7 +43,8 @@ LITTLE = 64
 
 WHEN_OVER = (
     "When backward is over, average the shards' .grad across machines: queue_callback has a function called "
-    "then. Autograd calls no hook of a shard whose .grad is written by hand."
+    "then. FullySharded may queue work after yours, until its last unit is done: what a queued function "
+    "queues comes at the end. Autograd calls no hook of a shard whose .grad is written by hand."
 )
 
 
