@@ -163,10 +163,11 @@ def list_command() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    whole = {} if sys.stdout.isatty() else {"soft_wrap": True, "width": 120}
+    console = Console(highlight=False, **whole)
     table = Table(box=None, pad_edge=False, show_header=console.is_terminal)
     for column in ("lesson", "exercise", "checks"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     previous = ""
     for entry in catalogue().values():
         optional = ", optional" if entry.optional else ""

@@ -214,7 +214,7 @@ def tensor_parallel_grouped_attention(attention, group):
     return attention
 
 
-def rows_of(size, group):
+def own_rows(size, group):
     """First row and number of rows of this rank; the first ranks have one more."""
     rows = torch.arange(size).tensor_split(group.size())[group.rank()]
     first = sum(len(part) for part in torch.arange(size).tensor_split(group.size())[: group.rank()])
@@ -225,7 +225,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, num_embeddings, embedding_dim, *, group):
         super().__init__()
         self.group = group
-        self.first, size = rows_of(num_embeddings, group)
+        self.first, size = own_rows(num_embeddings, group)
         own = torch.Generator().manual_seed(int(torch.randint(2**40, ())) + group.rank())
         self.weight = nn.Parameter(torch.empty(size, embedding_dim).normal_(std=0.02, generator=own))
 

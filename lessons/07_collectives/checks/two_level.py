@@ -261,12 +261,14 @@ def require_bytes(
     allowed = 2 * (m - 1) * slice_bytes
     sent = sum(sent_bytes(event) for event in beyond)
     home = sum(sent_bytes(event) for event in within)
+    calls = [event.describe() for event in beyond if event.kind in COLLECTIVES]
+    in_messages = not calls and sent >= 2 * (m - 1) * case.num_bytes / m
     cause = ""
     if n > 1 and sent > allowed and 2 * m * home <= 2.2 * (n - 1) * case.num_bytes / n * 2:
         cause = "inner and outer are swapped: the small part travels inside"
-    elif any(event.num_bytes > 1.5 * m * slice_bytes for event in beyond) and n > 1:
+    elif n > 1 and (in_messages or any(event.num_bytes > 1.5 * m * slice_bytes for event in beyond)):
         cause = "the whole tensor goes across, not the shard of a reduce-scatter"
-    elif len(calls := [event.describe() for event in beyond if event.kind in COLLECTIVES]) > 1:
+    elif len(calls) > 1:
         cause = f"the shard goes across more than once: {', '.join(calls[:3])}"
     trial.require(
         sent <= allowed + SMALL * n * m,
