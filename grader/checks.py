@@ -17,6 +17,7 @@ from grader.judging.explain import Fault
 from grader.judging.numbers import (
     Answer,
     Answers,
+    Slips,
     compare_answers,
     explain_answers,
     named_cause,
@@ -38,6 +39,7 @@ __all__ = [
     "Event",
     "Fault",
     "Recording",
+    "Slips",
     "Trial",
     "Verdict",
     "backward",

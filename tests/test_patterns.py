@@ -51,6 +51,11 @@ def test_factors_of_one_rank(factor: float, words: str) -> None:
     assert "times" not in cause([spoiled(factor * WHOLE, 2, 3)], [WHOLE])
 
 
+@pytest.mark.parametrize("factor", [1e-20, 1e-310])
+def test_a_factor_whose_inverse_is_too_large_is_no_crash(factor: float) -> None:
+    assert "times what it should be" in cause([factor * e.double() for e in E2], [e.double() for e in E2])
+
+
 def test_factors_of_other_numbers_of_ranks() -> None:
     assert "1 / (n - 1) with n = 4 ranks" in cause([e / 3 for e in E4], E4)
     assert "n - 1 with n = 4 ranks" in cause([3 * e for e in E4], E4)

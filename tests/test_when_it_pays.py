@@ -1,6 +1,7 @@
 """docs/when_it_pays.md says what the course's functions say, and what its sentences claim is so."""
 
 from infra.when_it_pays import __main__ as page
+from lessons.fsdp import overlap
 from solutions.context_parallel import smallest_hidden_part
 from solutions.data_parallel import smallest_hidden_share
 from solutions.tensor_parallel import tensor_parallel_overhead
@@ -12,8 +13,8 @@ def test_the_page_is_what_its_program_writes() -> None:
 
 def test_where_the_wire_hides_many_times_over_more_machines_cost_little() -> None:
     for few, many in page.FSDP_TPS.values():
-        least = smallest_hidden_share(1, few * 6 * page.PARAMETERS, 400e9)
-        assert 10 * least < page.FSDP_TOKENS
+        least = smallest_hidden_share(1, few * 6 * overlap.PARAMETERS, 400e9)
+        assert 10 * least < overlap.LOCAL_TOKENS
         assert 1 - many / few < 0.03
 
 

@@ -274,14 +274,13 @@ def require_whole_numbers(trial: Trial, answers: Answers, keys: Sequence[str]) -
             trial.require(whole(given[key]) is not None, message, help="Count exactly: // where you divide.")
 
 
-def require_refusal(trial: Trial, answers: Answers, words: Iterable[str]) -> None:
-    """Every call ended in a ValueError."""
+def require_refusal(trial: Trial, answers: Answers, words: Iterable[str] = (), *, help: str = "") -> None:
+    """Every call ended in a ValueError: the next step names the words that are possible, or is `help`."""
+    help = help or f"Raise a ValueError that names what is possible: {', '.join(words)}."
     for call, given in zip(answers.calls, answers.given, strict=True):
         refused = isinstance(given, str) and given.startswith("ValueError")
         message = f"{answers.asked(call)} gave {given!r} where a ValueError belongs"
-        trial.require(
-            refused, message, help=f"Raise a ValueError that names what is possible: {', '.join(words)}."
-        )
+        trial.require(refused, message, help=help)
 
 
 def whole(value: Any) -> int | None:

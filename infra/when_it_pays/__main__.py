@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from grader.ranks.isolation import ROOT
+from lessons.fsdp import overlap
+from lessons.page import hidden
 from solutions.context_parallel import smallest_hidden_part
 from solutions.data_parallel import smallest_hidden_share
 from solutions.tensor_parallel import tensor_parallel_overhead
@@ -20,9 +22,9 @@ TEMPLATE = Path(__file__).with_name("page.md")
 MACHINES: dict[str, tuple[float, float, float, int]] = {
     "2 A40, NVLink bridge": (149.7e12, 56.25e9, 56.25e9, 2),
     "2 A40, PCIe 4": (149.7e12, 32e9, 32e9, 2),
-    "8 A100, NVLink": (312e12, 300e9, 300e9, 8),
-    "8 H100, NVLink": (989e12, 450e9, 450e9, 8),
-    "16 H100, 50 GB/s each between machines": (989e12, 400e9, 50e9, 16),
+    "8 A100, NVLink": (*hidden.MACHINES["A100, NVLink"], 300e9, 8),
+    "8 H100, NVLink": (*hidden.MACHINES["H100, NVLink"], 450e9, 8),
+    "16 H100, 50 GB/s each between machines": (*hidden.MACHINES["H100, between machines"], 50e9, 16),
     "8 B200, NVLink": (2250e12, 900e9, 900e9, 8),
 }
 """Dense bf16 FLOP/s of a GPU; bytes a second in one direction: for collectives, and for a hop; ranks.
@@ -36,13 +38,8 @@ HEADS, KV_HEADS, WIDTH = 32, 8, 4096
 BENCHMARKS = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/"
 TITAN = BENCHMARKS + "llama3_h100_202412_torchtitan.md"
 ASYNC = BENCHMARKS + "asyncTP_llama3_h100_2025-06_torchtitan.md"
-PARAMETERS = 8.03e9
-"""Of Llama 3 8B."""
-
-FSDP_TPS = {"FSDP": (5762, 5605), "FSDP, compiled": (6667, 6514)}
+FSDP_TPS = {"FSDP": tuple(overlap.TOKENS_PER_SECOND.values()), "FSDP, compiled": (6667, 6514)}
 """Tokens a second of each GPU, Llama 3.1 8B on 8 and on 128 H100: tables 1 and 3."""
-FSDP_TOKENS = 2 * 8192
-"""Of a GPU in a step."""
 ASYNC_TPS = {"70B": (8192, 597.3, 652.4), "8B": (4096, 4378.0, 4809.4)}
 """Width, and tokens a second with plain and with asynchronous tensor parallelism on 8 ranks, in bf16."""
 CONTEXT_TPS = {1: 3890, 2: 2540, 4: 1071, 8: 548}
@@ -52,7 +49,7 @@ CONTEXT_TPS = {1: 3890, 2: 2540, 4: 1071, 8: 548}
 def thresholds(flops: float, speed: float, speed_of_hop: float, num_ranks: int) -> tuple[int, int, float]:
     """Tokens for data parallelism, tokens of a sequence for a zigzag, overhead of tensor parallelism."""
     return (
-        smallest_hidden_share(8_030_261_248, flops, speed),
+        smallest_hidden_share(overlap.PARAMETERS, flops, speed),
         smallest_hidden_part(HEADS, KV_HEADS, flops, speed_of_hop, zigzag=True),
         tensor_parallel_overhead(WIDTH, num_ranks, flops, speed),
     )
@@ -79,15 +76,15 @@ def tensor_runs() -> Iterator[str]:
     """torchtitan's plain and asynchronous tensor parallelism."""
     yield "| Llama 3.1 | width | overhead, predicted | plain | asynchronous | gained |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    for name, (width, plain, hidden) in ASYNC_TPS.items():
+    for name, (width, plain, overlapped) in ASYNC_TPS.items():
         overhead = tensor_parallel_overhead(width, 8, 400e12, 450e9)
-        speeds = f"{plain:,.0f} | {hidden:,.0f} | {hidden / plain - 1:.0%}"
+        speeds = f"{plain:,.0f} | {overlapped:,.0f} | {overlapped / plain - 1:.0%}"
         yield f"| {name} | {width:,} | {overhead:.0%} | {speeds} |"
 
 
 def flops_a_token(sequence_length: int) -> float:
     """Of Llama 3 8B with full recomputation: eight times its weights, and half of attention's squares."""
-    return 8 * PARAMETERS + 4 * 4 * sequence_length / 2 * WIDTH * 32
+    return 8 * overlap.PARAMETERS + 4 * 4 * sequence_length / 2 * WIDTH * 32
 
 
 def context_runs() -> Iterator[str]:
@@ -102,8 +99,8 @@ def context_runs() -> Iterator[str]:
 
 def text() -> str:
     """The whole page."""
-    flops = FSDP_TPS["FSDP, compiled"][0] * 6 * PARAMETERS
-    share = smallest_hidden_share(8_030_261_248, flops, 400e9)
+    flops = FSDP_TPS["FSDP, compiled"][0] * 6 * overlap.PARAMETERS
+    share = smallest_hidden_share(overlap.PARAMETERS, flops, 400e9)
     part = smallest_hidden_part(HEADS, KV_HEADS, 400e12, 450e9, zigzag=True)
     return TEMPLATE.read_text(encoding="utf-8").format(
         machines=_lines(machines),
@@ -114,8 +111,8 @@ def text() -> str:
         asynchronous=ASYNC,
         flops=flops / 1e12,
         share=share,
-        tokens=FSDP_TOKENS,
-        times=FSDP_TOKENS / share,
+        tokens=overlap.LOCAL_TOKENS,
+        times=overlap.LOCAL_TOKENS / share,
         part=part,
         part_times=32_768 / part,
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from grader import run_ranks
+from lessons.page.hidden import GIGABIT
 from lessons.page.tap import Tap
 from lessons.page.watch import Watch
 from nanogpt.data import Tokens, load_tokens
@@ -18,7 +19,6 @@ from nanogpt.model import GPT, GPTConfig
 WAYS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 DEEP = GPTConfig(block_size=64, vocab_size=512, n_layer=12, n_head=4, n_embd=128, bias=False)
 """A deeper model, with a small table."""
-GIGABIT = 1e9 / 8
 
 
 def settle() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from grader.guessing import Truth
+from solutions.tensor_parallel import tensor_parallel_overhead
 
 FLOPS = 400e12
 """FLOPs a second of an H100 in a good run."""
@@ -78,10 +79,5 @@ def predictions() -> list[Truth]:
 
 
 def tax(width: int, num_ranks: int, bytes_per_second: float) -> float:
-    """Seconds of communication over seconds of compute in a block of this width, forward and backward.
-
-    For each token a rank sends 4 · 2(n-1)/n · 2h bytes, and computes 6 · 12h²/n FLOPs.
-    """
-    sent = 4 * 2 * (num_ranks - 1) / num_ranks * 2 * width
-    flops = 6 * 12 * width**2 / num_ranks
-    return (sent / bytes_per_second) / (flops / FLOPS)
+    """Seconds of communication over seconds of compute in a block of this width, at FLOPS."""
+    return tensor_parallel_overhead(width, num_ranks, FLOPS, bytes_per_second)

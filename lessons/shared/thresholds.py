@@ -1,6 +1,8 @@
 """Checks of the fewest tokens for which computing hides the wire: a quotient of speeds, rounded up."""
 
-from grader.checks import Answers, Trial, show
+from collections.abc import Callable
+
+from grader.checks import Answers, Slips, Trial, compare_answers, show
 
 
 def is_off_by_rounding(answers: Answers) -> bool:
@@ -12,24 +14,28 @@ def is_off_by_rounding(answers: Answers) -> bool:
     return any(off) and not all(off)
 
 
-def require_one_division(trial: Trial, answers: Answers, cause: str, help: str) -> None:
-    """Where both times are equal for whole tokens, an answer beside it comes of several divisions."""
-    if not is_off_by_rounding(answers):
-        return
-    i = next(i for i, given in enumerate(answers.given) if given != answers.true[i])
-    trial.wrong(
-        f"{answers.asked(answers.calls[i])} is {show(answers.given[i])}, and {answers.true[i]:,} tokens "
-        "take exactly as long",
-        cause=cause,
-        asked=help,
-    )
+def require_equal_times(
+    trial: Trial, answers: Answers, truth: Callable[..., int], slips: Slips, hidden: str, cause: str
+) -> None:
+    """Where both times are equal for whole tokens, that is the answer: not rounded, and not one more.
 
-
-def require_refused(trial: Trial, answers: Answers, help: str) -> None:
-    """Every call is a ValueError."""
-    for call, given in zip(answers.calls, answers.given, strict=True):
-        trial.require(
-            isinstance(given, str) and given.startswith("ValueError"),
-            f"{answers.asked(call)} gave {given!r} where a ValueError belongs",
-            help=help,
+    Args:
+        truth: of a call, the answer.
+        hidden: what is hidden where the times are equal.
+        cause: why an answer lies one beside, for some of the calls.
+    """
+    help = "Solve for t on paper, and divide once."
+    if is_off_by_rounding(answers):
+        i = next(i for i, given in enumerate(answers.given) if given != answers.true[i])
+        trial.wrong(
+            f"{answers.asked(answers.calls[i])} is {show(answers.given[i])}, and {answers.true[i]:,} tokens "
+            "take exactly as long",
+            cause=cause,
+            asked=help,
         )
+
+    def known(*call: float) -> dict[str, float]:
+        one_more = f"one token more than is needed: where the times are equal, {hidden} is hidden"
+        return {one_more: truth(*call) + 1, **slips(*call)}
+
+    compare_answers(trial, answers, slips=known, help=help)

@@ -3,8 +3,8 @@
 import math
 from fractions import Fraction
 
-from grader.checks import Answers, Trial, check, compare_answers, exercise
-from lessons_shared.thresholds import require_one_division, require_refused
+from grader.checks import Answers, Trial, check, compare_answers, exercise, require_refusal
+from lessons_shared.thresholds import require_equal_times
 
 exercise(
     "smallest_hidden_share",
@@ -116,11 +116,6 @@ def slips(parameters: int, flops: float, speed: float, element_bytes: int = 2) -
     }
 
 
-def slips_of_whole(*call: float) -> dict[str, float]:
-    t = truth(*call)
-    return {"one token more than is needed: where the times are equal, the all-reduce is hidden": t + 1}
-
-
 # --- the checks ---
 
 
@@ -134,11 +129,8 @@ def backward_takes_as_long(trial: Trial) -> None:
 @check("smallest_hidden_share")
 def equal_times_are_hidden(trial: Trial) -> None:
     """Where both times are equal for a whole number of tokens, that is the answer, for every model."""
-    answers = trial.once(ask_equal_times)
-    help = "Solve for t on paper, and divide once."
     cause = "each division rounds, and what is whole on paper ends beside it, as P will have it"
-    require_one_division(trial, answers, cause, help)
-    compare_answers(trial, answers, slips=lambda *call: slips_of_whole(*call) | slips(*call), help=help)
+    require_equal_times(trial, trial.once(ask_equal_times), truth, slips, "the all-reduce", cause)
 
 
 @check("smallest_hidden_share")
@@ -155,4 +147,4 @@ def published_thresholds_come_out(trial: Trial) -> None:
 @check("smallest_hidden_share")
 def speeds_are_positive(trial: Trial) -> None:
     """A speed that is 0 or negative is a ValueError."""
-    require_refused(trial, trial.once(ask_nonsense), help="Look at both speeds before anything is divided.")
+    require_refusal(trial, trial.once(ask_nonsense), help="Look at both speeds before anything is divided.")

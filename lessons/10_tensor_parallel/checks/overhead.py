@@ -2,8 +2,7 @@
 
 import math
 
-from grader.checks import Answers, Trial, check, compare_answers, exercise
-from lessons_shared.thresholds import require_refused
+from grader.checks import Answers, Trial, check, compare_answers, exercise, require_refusal
 
 exercise(
     "tensor_parallel_overhead",
@@ -101,4 +100,4 @@ def one_rank_sends_nothing(trial: Trial) -> None:
 @check("tensor_parallel_overhead")
 def speeds_are_positive(trial: Trial) -> None:
     """A speed that is 0 or negative is a ValueError."""
-    require_refused(trial, trial.once(ask_nonsense), help="Look at both speeds before anything is divided.")
+    require_refusal(trial, trial.once(ask_nonsense), help="Look at both speeds before anything is divided.")

@@ -3,8 +3,8 @@
 import math
 from fractions import Fraction
 
-from grader.checks import Answers, Trial, check, compare_answers, exercise
-from lessons_shared.thresholds import require_one_division, require_refused
+from grader.checks import Answers, Trial, check, compare_answers, exercise, require_refusal
+from lessons_shared.thresholds import require_equal_times
 
 exercise(
     "smallest_hidden_part",
@@ -121,11 +121,6 @@ def slips(
     }
 
 
-def slips_of_whole(*call: float) -> dict[str, float]:
-    t = truth(*call)
-    return {"one token more than is needed: where the times are equal, the hop is hidden": t + 1}
-
-
 # --- the checks ---
 
 
@@ -142,11 +137,8 @@ def computing_takes_as_long(trial: Trial) -> None:
 @check("smallest_hidden_part")
 def equal_times_are_hidden(trial: Trial) -> None:
     """Where both times are equal for a whole number of tokens, that is the answer."""
-    answers = trial.once(ask_equal_times)
-    help = "Solve for t on paper, and divide once."
     cause = "each division rounds, and what is whole on paper ends beside it"
-    require_one_division(trial, answers, cause, help)
-    compare_answers(trial, answers, slips=lambda *call: slips_of_whole(*call) | slips(*call), help=help)
+    require_equal_times(trial, trial.once(ask_equal_times), truth, slips, "the hop", cause)
 
 
 @check("smallest_hidden_part")
@@ -160,6 +152,6 @@ def published_parts_come_out(trial: Trial) -> None:
 @check("smallest_hidden_part")
 def arguments_make_sense(trial: Trial) -> None:
     """A speed that is 0 or negative, or heads that do not divide, is a ValueError."""
-    require_refused(
+    require_refusal(
         trial, trial.once(ask_nonsense), help="Look at both speeds, and at both numbers of heads, first."
     )

@@ -21,6 +21,7 @@ from .shared import (
     nothing_is_long,
     plain_positions,
     settle,
+    went,
     zigzag_positions,
 )
 
@@ -91,12 +92,8 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
         if fits:
             out.backward(upstream.transpose(1, 2))
-    now = [x.detach() for x in (q, k, v, upstream)]
     return {
-        "out": out.detach() if isinstance(out, Tensor) else None,
-        "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
-        "differentiable": fits,
-        "unchanged": all(torch.equal(x, y) for x, y in zip(now, before, strict=True)),
+        **went(out, fits, leaves, zip((q, k, v, upstream), before, strict=True)),
         "forward": forward,
         "others_computed": others_computed,
         "second_computed": all(heard),

@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,6 +49,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float
 def causal(length: int) -> Tensor:
     """True where a query sees a key."""
     return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def went(out: Any, fits: bool, leaves: list[Tensor], inputs: Iterable[tuple[Tensor, Tensor]]) -> dict:
+    """On a rank: what a forward and backward left. Leaves are (b, s/n, a, d); inputs are now and before."""
+    return {
+        "out": out.detach() if isinstance(out, Tensor) else None,
+        "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
+        "differentiable": fits,
+        "unchanged": all(torch.equal(now.detach(), before) for now, before in inputs),
+    }
 
 
 class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from grader.checks import Event, Recording, Trial, check, exercise, tensors_in
 
 from . import grouped, rings
 from .ring_slips import by_parts
-from .shared import BACKWARD, FEW, SIZES, attention, causal, plain_positions
+from .shared import BACKWARD, FEW, SIZES, attention, causal, plain_positions, went
 
 exercise(
     "ulysses_attention",
@@ -62,12 +62,8 @@ def attend(rank, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor)
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
         if fits:
             out.backward(upstream.transpose(1, 2))
-    now = [x.detach() for x in (q, k, v, upstream)]
     return {
-        "out": out.detach() if isinstance(out, Tensor) else None,
-        "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
-        "differentiable": fits,
-        "unchanged": all(torch.equal(x, y) for x, y in zip(now, before, strict=True)),
+        **went(out, fits, leaves, zip((q, k, v, upstream), before, strict=True)),
         "whole": watch.found,
         "recording": recording,
     }
