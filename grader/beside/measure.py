@@ -16,13 +16,23 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def leaves_in(value: Any, kind: type[T]) -> list[T]:
     """What is of a kind in nested dicts, lists and tuples, in its order."""
+    found: list[T] = []
+    _collect(value, kind, found)
+    return found
+
+
+def _collect(value: Any, kind: type[T], found: list[T]) -> None:
+    """Plain numbers go first: this runs for every argument of every operation that is recorded."""
     if isinstance(value, kind):
-        return [value]
-    if isinstance(value, list | tuple):
-        inner: Iterable[Any] = value
-    else:
-        inner = value.values() if isinstance(value, Mapping) else ()
-    return [leaf for each in inner for leaf in leaves_in(each, kind)]
+        found.append(value)
+    elif value is None or isinstance(value, (int, float, str)):
+        return
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, kind, found)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            _collect(each, kind, found)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -207,10 +207,11 @@ def _ends_until_one_fails(
 
     def go_through(trial: Trial, _: Launcher) -> None:
         for check in checks:
-            if check.layouts(trial.layout) and not any(ends.values()):
+            fitting = [each.layout for each in _fitting(check, trials)]
+            if trial.layout in fitting and not any(ends.values()):
                 ends[check.name, trial.layout] = _try(check, trial)
-                fitting = [(check.name, each.layout) for each in trials if check.layouts(each.layout)]
-                if all(place in ends and ends[place] is None for place in fitting):
+                places = [(check.name, layout) for layout in fitting]
+                if all(place in ends and ends[place] is None for place in places):
                     tell(check.report(Verdict.PASSED))
 
     if at_a_time > 1:
@@ -219,9 +220,14 @@ def _ends_until_one_fails(
     return ends
 
 
+def _fitting(check: Check, trials: Sequence[Trial]) -> list[Trial]:
+    layouts = check.layouts([trial.layout for trial in trials])
+    return [trial for trial in trials if trial.layout in layouts]
+
+
 def _run_check(check: Check, trials: Sequence[Trial], known: Ends, ask_more: bool) -> CheckReport:
     report = check.report(Verdict.SKIPPED, message="no number of ranks fits")
-    fitting = [trial for trial in trials if check.layouts(trial.layout)]
+    fitting = _fitting(check, trials)
     for number, trial in enumerate(fitting):
         place = check.name, trial.layout
         end = known[place] if place in known else _try(check, trial)

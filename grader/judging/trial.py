@@ -70,7 +70,8 @@ class Check:
     exercise: str
     sentence: str
     function: Callable[["Trial"], None]
-    layouts: Callable[[Layout], bool]
+    layouts: Callable[[Sequence[Layout]], list[Layout]]
+    """Of the layouts that there are, those to try it in."""
     optional: bool = False
 
     def report(self, verdict: Verdict, **more: Any) -> CheckReport:
@@ -112,13 +113,20 @@ def exercise(
 
 
 def check(
-    name: str, *, world_sizes: Sequence[int] | None = None, subgroup: bool = True, optional: bool = False
+    name: str,
+    *,
+    world_sizes: Sequence[int] | None = None,
+    subgroup: bool = True,
+    first_of: Sequence[int] = (),
+    optional: bool = False,
 ) -> Callable[[Callable[["Trial"], None]], Callable[["Trial"], None]]:
     """Declare a check of exercise `name`; its docstring's first paragraph is what the learner reads.
 
     Args:
         world_sizes: only at these numbers of ranks; None is all of the exercise's.
         subgroup: also in the layout with world rank 0 outside, if the exercise has that.
+        first_of: only at one number of ranks, the first of these that there is. For what takes long, and
+            does not depend on how many they are: three ranks show most, and a machine may have two GPUs.
         optional: an extra, shown as a star. It is looked at once all checks before it hold, and the exercise
             passes without it.
     """
@@ -136,7 +144,12 @@ def check(
                 return subgroup
             return world_sizes is None or layout.num_ranks in world_sizes
 
-        owner.checks.append(Check(function.__name__, name, sentence, function, fits, optional))
+        def fitting(layouts: Sequence[Layout]) -> list[Layout]:
+            if not first_of:
+                return [layout for layout in layouts if fits(layout)]
+            return [layout for n in first_of for layout in layouts if layout == Layout(n, n)][:1]
+
+        owner.checks.append(Check(function.__name__, name, sentence, function, fitting, optional))
         return function
 
     return register

@@ -34,9 +34,7 @@ exercise(
     ),
 )
 
-PASSES_BEFORE = 2
-"""Backward passes whose gradients add up, before anybody looks at them."""
-
+UNMOVED = "it is still what it was before training"
 LITTLE = 64
 """Bytes of a flag, a length or a loss."""
 
@@ -51,8 +49,8 @@ WHEN_OVER = (
 # --- training ---
 
 
-def train_on_machines(rank: Any, kind: str, seed: int, arranged: list[Machines], batches: Batches) -> list:
-    """Begins with this rank's own weights; those of the mesh's first rank must win."""
+def train_on_machines(rank: Any, seed: int, arranged: list[Machines], batches: Batches) -> list:
+    """Two steps of SGD. Begins with this rank's own weights; those of the mesh's first rank must win."""
     found = []
     for machines in arranged:
         sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
@@ -60,33 +58,33 @@ def train_on_machines(rank: Any, kind: str, seed: int, arranged: list[Machines],
         sharded.eval()
         with torch.no_grad():
             result["logits"], result["loss"] = (each.clone() for each in sharded(*batches[0]))
-        sharded.train()
-        result["gradients"] = gradients_of(sharded, batches[:PASSES_BEFORE])
-        sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
+        sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)  # as new: nothing is gathered
+        gradients: list[Any] = []  # of the first step's passes together
+
+        def keep(left: int, sharded: Any = sharded, gradients: list = gradients) -> None:
+            if left == 0 and not gradients:
+                gradients += [None if p.grad is None else p.grad.clone() for p in sharded.parameters()]
+
         with rank.record() as recording:
-            train(sharded, batches, kind, plain)
-        found.append({**result, "recording": recording, "end": full(sharded)})
+            train(sharded, batches, "SGD", plain, keep)
+        result |= {"recording": recording, "end": full(sharded)}
+        with torch.no_grad():
+            for shard, gradient in zip(sharded.parameters(), gradients, strict=True):
+                shard.zero_() if gradient is None else shard.copy_(gradient)
+        found.append({**result, "gradients": full(sharded)})
     return found
 
 
-def gradients_of(sharded: Any, batches: Batches) -> dict[str, Tensor]:
-    """The whole gradients after some backward passes, by GPT's names; zeros where there are none."""
-    for batch in batches:
-        sharded(*batch)[1].backward()
-    with torch.no_grad():
-        for shard in sharded.parameters():
-            shard.zero_() if shard.grad is None else shard.copy_(shard.grad)
+def train_with_adamw(rank: Any, seed: int, machines: Machines, batches: Batches) -> dict[str, Tensor]:
+    sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
+    train(sharded, batches, "AdamW", plain)
     return full(sharded)
 
 
-def observe(trial: Trial, kind: str) -> SimpleNamespace:
+def observe(trial: Trial) -> SimpleNamespace:
     numbers, by_rank, arranged = seeds(trial), draw(trial, sum(PASSES)), arrangements(trial)
-    results = run(
-        trial,
-        train_on_machines,
-        kind,
-        per_rank=[(number, arranged, batches) for number, batches in zip(numbers, by_rank, strict=True)],
-    )
+    per_rank = [(number, arranged, batches) for number, batches in zip(numbers, by_rank, strict=True)]
+    results = run(trial, train_on_machines, per_rank=per_rank)
     on_machines = [
         SimpleNamespace(machines=machines, results=[result[k] for result in results])
         for k, machines in enumerate(arranged)
@@ -95,18 +93,10 @@ def observe(trial: Trial, kind: str) -> SimpleNamespace:
     return SimpleNamespace(on_machines=on_machines, seed=numbers[0], by_rank=by_rank, starts=starts)
 
 
-def observe_sgd(trial: Trial) -> SimpleNamespace:
-    return observe(trial, "SGD")
-
-
-def observe_adamw(trial: Trial) -> SimpleNamespace:
-    return observe(trial, "AdamW")
-
-
 @check("hybrid_shard")
 def weights_are_the_first_ranks(trial: Trial) -> None:
     """On every machine full_state_dict() gives the weights that the mesh's first rank started with."""
-    seen = trial.once(observe_sgd)
+    seen = trial.once(observe)
     starts = [model.state_dict() for model in seen.starts]
     for each in seen.on_machines:
         machine = {r: row for row in each.machines for r in row}
@@ -135,7 +125,7 @@ def weights_are_the_first_ranks(trial: Trial) -> None:
 @check("hybrid_shard")
 def outputs_are_the_dense_models(trial: Trial) -> None:
     """In evaluation, under no_grad, logits and loss are the dense GPT's."""
-    seen = trial.once(observe_sgd)
+    seen = trial.once(observe)
     with torch.no_grad():
         outputs = [seen.starts[0](*batches[0]) for batches in seen.by_rank]
     for each in seen.on_machines:
@@ -151,37 +141,10 @@ def outputs_are_the_dense_models(trial: Trial) -> None:
 # --- the checks of gradients ---
 
 
-def require_end(trial: Trial, seen: SimpleNamespace, kind: str, help: str) -> None:
-    """The weights at the end are those of one process with the batches of all ranks."""
-    end_at = partial(whole_batch, odd_gpt, seen.seed, seen.by_rank, kind)
-    right, start, n = end_at(Rule()), weights(seen.starts[0]), trial.num_ranks
-
-    @cache
-    def known(number: int) -> dict[str, list[dict]]:
-        """The weights that slips lead to on one of the meshes, which only a wrong answer needs."""
-        by_slip = rules(seen.on_machines[number].machines) if kind == "SGD" else {}
-        return {slip: [end_at(make()) for make in by_rank] for slip, by_rank in by_slip.items()}
-
-    def alternatives(number: int, name: str) -> dict[str, Any]:
-        found = {slip: [end[name] for end in ends] for slip, ends in known(number).items()}
-        by_rank = {slip: ends if len(ends) > 1 else ends * n for slip, ends in found.items()}
-        return {**by_rank, "it is still what it was before training": start[name]}
-
-    for number, each in enumerate(seen.on_machines):
-        for name, expected in right.items():
-            trial.close(
-                f"{name} after {len(PASSES)} steps of {kind} ({told(each.machines)})",
-                [result["end"][name] for result in each.results],
-                expected,
-                alternatives=partial(alternatives, number, name),
-                help=help,
-            )
-
-
 @check("hybrid_shard")
 def two_groups_talk(trial: Trial) -> None:
     """In a step every collective is in the group of a machine, or of the ranks that hold the same shards."""
-    for each in trial.once(observe_sgd).on_machines:
+    for each in trial.once(observe).on_machines:
         for r, result in enumerate(each.results):
             for event in result["recording"].events:
                 others = ", ".join(map(str, event.group))
@@ -197,7 +160,7 @@ def two_groups_talk(trial: Trial) -> None:
 @check("hybrid_shard")
 def gradients_are_the_means(trial: Trial) -> None:
     """After two loss.backward() the mean gradients of all ranks are in .grad, without another call."""
-    seen = trial.once(observe_sgd)
+    seen = trial.once(observe)
     own = [[gradients_after(seen, [r], passes) for r in range(trial.num_ranks)] for passes in (1, 2)]
 
     def of_ranks(ranks: Sequence[int], name: str, passes: int = 2) -> Tensor:
@@ -230,24 +193,53 @@ def gradients_are_the_means(trial: Trial) -> None:
 @check("hybrid_shard")
 def sgd_trains_as_one_process_does(trial: Trial) -> None:
     """Two steps of SGD, the first of two backward passes, end at the weights of one process with all rows."""
-    require_end(
-        trial,
-        trial.once(observe_sgd),
-        "SGD",
-        WHEN_OVER,
-    )
+    seen, n = trial.once(observe), trial.num_ranks
+    end_at = partial(whole_batch, odd_gpt, seen.seed, seen.by_rank, "SGD")
+    right, start = end_at(Rule()), weights(seen.starts[0])
+
+    @cache
+    def known(number: int) -> dict[str, list[dict]]:
+        """The weights that slips lead to on one of the meshes, which only a wrong answer needs."""
+        by_slip = rules(seen.on_machines[number].machines)
+        return {slip: [end_at(make()) for make in by_rank] for slip, by_rank in by_slip.items()}
+
+    def alternatives(number: int, name: str) -> dict[str, Any]:
+        found = {slip: [end[name] for end in ends] for slip, ends in known(number).items()}
+        by_rank = {slip: ends if len(ends) > 1 else ends * n for slip, ends in found.items()}
+        return {**by_rank, UNMOVED: start[name]}
+
+    for number, each in enumerate(seen.on_machines):
+        for name, expected in right.items():
+            trial.close(
+                f"{name} after {len(PASSES)} steps of SGD ({told(each.machines)})",
+                [result["end"][name] for result in each.results],
+                expected,
+                alternatives=partial(alternatives, number, name),
+                help=WHEN_OVER,
+            )
 
 
-@check("hybrid_shard")
+@check("hybrid_shard", first_of=(4, 2))
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
     """Two steps of AdamW do too: frozen weights, a tied table, sizes that do not divide."""
-    require_end(trial, trial.once(observe_adamw), "AdamW", "A frozen shard has no gradient: leave it None.")
+    numbers, by_rank, machines = seeds(trial), draw(trial, sum(PASSES)), arrangements(trial)[0]
+    per_rank = [(number, machines, batches) for number, batches in zip(numbers, by_rank, strict=True)]
+    ends = run(trial, train_with_adamw, per_rank=per_rank)
+    start = weights(build(odd_gpt, numbers[0], torch.float64))
+    for name, expected in whole_batch(odd_gpt, numbers[0], by_rank, "AdamW", Rule()).items():
+        trial.close(
+            f"{name} after {len(PASSES)} steps of AdamW ({told(machines)})",
+            [end[name] for end in ends],
+            expected,
+            alternatives={UNMOVED: start[name]},
+            help="A frozen shard has no gradient: leave it None.",
+        )
 
 
 @check("hybrid_shard")
 def machines_cut_among_their_ranks(trial: Trial) -> None:
     """parameters() are shards over the ranks of one machine: every machine has the whole weights."""
-    seen = trial.once(observe_sgd)
+    seen = trial.once(observe)
     sizes = [p.numel() for p in seen.starts[0].parameters()]
     total, largest = sum(sizes), max(sizes)
     for each in seen.on_machines:

@@ -101,7 +101,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     )
 
 
-RANKS = (2, 4)
+RANKS = (4, 2)
 
 
 def kept(seen: Any, result: dict) -> bool:
@@ -116,7 +116,7 @@ def blocks(seen: Any, num_bytes: float) -> str:
     return f"{num_bytes:,.0f} bytes, as much as {count:.1f} blocks (it has {seen.num_blocks})"
 
 
-@check("FullySharded", world_sizes=RANKS, subgroup=False)
+@check("FullySharded", first_of=RANKS)
 def only_shards_at_rest(trial: Trial) -> None:
     """After the constructor, and after evaluation, a rank has its shards, P/n numbers, and no whole block."""
     seen = trial.once(observe)
@@ -135,7 +135,7 @@ def only_shards_at_rest(trial: Trial) -> None:
             )
 
 
-@check("FullySharded", world_sizes=RANKS, subgroup=False)
+@check("FullySharded", first_of=RANKS)
 def blocks_are_freed_after_forward(trial: Trial) -> None:
     """Between forward and backward no block is whole: what autograd keeps are activations."""
     seen = trial.once(observe)
@@ -151,7 +151,7 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
         )
 
 
-@check("FullySharded", world_sizes=RANKS, subgroup=False)
+@check("FullySharded", first_of=RANKS)
 def never_more_than_two_blocks_forward(trial: Trial) -> None:
     """While a block computes its forward, it is whole, and perhaps the next one: never more than two."""
     seen = trial.once(observe)
@@ -168,7 +168,7 @@ def never_more_than_two_blocks_forward(trial: Trial) -> None:
         )
 
 
-@check("FullySharded", world_sizes=RANKS, subgroup=False)
+@check("FullySharded", first_of=RANKS)
 def never_more_than_two_blocks_backward(trial: Trial) -> None:
     """While a block computes its backward, no more than two are whole, nor the gradients of more."""
     seen = trial.once(observe)
@@ -193,7 +193,7 @@ def never_more_than_two_blocks_backward(trial: Trial) -> None:
             )
 
 
-@check("FullySharded", world_sizes=RANKS, subgroup=False)
+@check("FullySharded", first_of=RANKS)
 def only_shards_after_backward(trial: Trial) -> None:
     """After backward a rank has its shards and their gradients, 2P/n numbers, and nothing else."""
     seen = trial.once(observe)
@@ -223,7 +223,7 @@ def ungathered(seen: Any, result: dict, gathered: int) -> str:
     return "the blocks were not gathered again for backward"
 
 
-@check("FullySharded", world_sizes=RANKS, subgroup=False)
+@check("FullySharded", first_of=RANKS)
 def three_p_elements_travel(trial: Trial) -> None:
     """A step gathers all blocks twice and reduce-scatters all gradients once: 3P elements."""
     seen, n = trial.once(observe), trial.num_ranks
