@@ -2,11 +2,12 @@
 
 Attention over a sequence is put together from attention over its blocks, as long as each block also tells
 the logarithm of its sum of exponentials. So a rank keeps its queries, sees one block of keys and values after
-the other come by. Or the ranks exchange tokens for heads, and each attends to whole sequences (Ulysses).
+the other come by. Or the ranks exchange tokens for heads, and each attends to whole sequences (Ulysses); or
+they gather all keys, and any mask can be laid over them.
 Sources: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889);
 Brandon et al. 2023, "Striped Attention" (arXiv:2311.09431), on the work of each rank; Grattafiori et al.
-2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2, on the 2n chunks; Jacobs et al. 2023,
-"DeepSpeed Ulysses" (arXiv:2309.14509).
+2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2, on the 2n chunks and on documents;
+Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 """
 
 import math
@@ -432,6 +433,54 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> T
     k, v = _for_heads(q, torch.stack([k, v]))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return _Deal.apply(out, group, 2, 1)
+    # end of answer
+
+
+# answer
+class _GatherKeys(torch.autograd.Function):
+    """(b, ·, s/n, d) of every rank, in rank order: (b, ·, s, d). Backward sums, and hands each its own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x, group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = [part.contiguous() for part in gradient.chunk(ctx.group.size(), dim=2)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=ctx.group)
+        return own, None
+
+
+# end of answer
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, group: ProcessGroup) -> Tensor:
+    """Causal attention inside each document of a packed sequence, with keys and values gathered.
+
+    Rank r holds the r-th s/n tokens of q (b, a, s/n, d) and of k and v (b, a_kv, s/n, d). `documents` (b, s),
+    the same on every rank, has the number of the document that each token of the whole sequence is in. A
+    query sees the keys of its own document up to its own place in the sequence. Keys and values may be
+    grouped: each of a_kv heads serves a/a_kv heads of q that follow one another. Returns (b, a, s/n, d) in
+    the dtype of q.
+
+    In forward, keys and values reach every rank once, with a_kv heads. In backward, a reduce-scatter of
+    their gradients leaves each rank the sum for its own tokens. Queries stay where they are. Inputs and the
+    gradient that comes in are not written to.
+
+    Source: arXiv:2407.21783, section 3.3.2, "Context parallelism for long sequences".
+    """
+    # answer
+    kv = torch.cat([k, v], dim=1).contiguous()
+    k, v = _for_heads(q, torch.stack(_GatherKeys.apply(kv, group).chunk(2, dim=1)))  # (b, a, s, d) each
+    places = torch.arange(documents.size(1), device=q.device)
+    mine = slice(group.rank() * q.size(2), (group.rank() + 1) * q.size(2))
+    same = documents[:, mine, None] == documents[:, None, :]  # (b, s/n, s)
+    seen = same & (places[mine, None] >= places)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1))
     # end of answer
 
 

@@ -38,8 +38,7 @@ def watch(names: list[str], seed: int | None, *, before: int = 0, exercise: str 
         trial.require(name != "fails", "wrong")
 
     checks = [
-        Check(name, exercise, name, lambda trial, name=name: function(name, trial), list)
-        for name in names
+        Check(name, exercise, name, lambda trial, name=name: function(name, trial), list) for name in names
     ]
     made_up = Exercise(exercise, (2, 1), False, (), False, True, (), checks)
     report = grade_exercise(made_up, "99", Code(), Launcher(), Settings(seed=seed), lambda file, line: "")

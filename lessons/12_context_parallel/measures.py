@@ -28,6 +28,26 @@ def plain_split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return x.chunk(group.size(), dim)[group.rank()]
 
 
+def moved_by(attention: Any, lengths: Sequence[int], changed: int, told: bool) -> list[int]:
+    """On a rank: the documents of its tokens whose outputs change with the keys and values of one document.
+
+    Args:
+        lengths: tokens of the documents of a sequence, which the number of ranks divides.
+        told: whether the attention takes the documents, too.
+    """
+    group, length = dist.group.WORLD, sum(lengths)
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    mine = torch.arange(length).chunk(group.size())[group.rank()]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, length, 8)
+    extra = (documents[None],) if told else ()
+    before = attention(*(x[:, :, mine] for x in (q, k, v)), *extra, group)
+    k, v = (x + (documents == changed).unsqueeze(-1) for x in (k, v))
+    after = attention(*(x[:, :, mine] for x in (q, k, v)), *extra, group)
+    moves = (after - before).abs().amax(dim=(0, 1, 3)) > 1e-6
+    return documents[mine][moves].tolist()
+
+
 def on_ranks(attention: Attention, cut: Cut) -> dict[int, list[dict]]:
     """Number of ranks → what `attend` has found on each of them."""
     return {n: run_ranks(attend, attention, cut, ranks=n) for n in (1, 2, 4)}

@@ -139,6 +139,45 @@ def draw_work(n: int = 4) -> None:
     plt.show()
 
 
+DOCUMENTS = (3, 11, 2, 8)
+"""Tokens of the documents that are packed into one sequence."""
+
+
+def draw_documents(n: int = 4) -> None:
+    """Which pairs of a query and a key are left to each rank, for one document and for several."""
+    _, panels = figure(1, 2, figsize=(8.5, 3.7))
+    length = sum(DOCUMENTS)
+    print(f"{'pairs computed by':22}" + "".join(f"  rank {r}" for r in range(n)) + "  slowest over mean")
+    for axes, documents in zip(panels, ((length,), DOCUMENTS), strict=True):
+        number = [i for i, tokens in enumerate(documents) for _ in range(tokens)]
+        pairs = [(i, j) for i in range(length) for j in range(i + 1) if number[i] == number[j]]
+        name = f"{len(documents)} documents" if len(documents) > 1 else "one document"
+        for i, j in pairs:
+            color = RANKS[i * n // length]
+            axes.add_patch(plt.Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
+        for r in range(n):
+            axes.axhline(r * length / n, color=GREY, linewidth=0.5)
+            axes.axvline(r * length / n, color=GREY, linewidth=0.5)
+            axes.text(-0.5, (r + 0.5) * length / n, f"rank {r}", ha="right", va="center", fontsize=9)
+        axes.set(xlim=(0, length), ylim=(length, 0), aspect="equal", title=f"{name} in {length} tokens")
+        axes.axis("off")
+        for way, zigzag in (("parts", False), ("zigzag", True)):
+            owner = chunk_owners(n, zigzag)
+            counts = [sum(owner[i * 2 * n // length] == r for i, _ in pairs) for r in range(n)]
+            told = "".join(f"{count:8}" for count in counts)
+            print(f"  {name:12} {way:7}{told}{n * max(counts) / sum(counts):19.2f}")
+    plt.tight_layout()
+    plt.show()
+
+
+def show_leak(ring: Any, within_documents: Any, changed: int = 1) -> None:
+    """The documents whose outputs move when the keys and values of one are changed."""
+    for told, attention in (("ring_attention", ring), ("document_attention", within_documents)):
+        whole = attention is within_documents
+        moved = run_ranks(measures.moved_by, attention, DOCUMENTS, changed, whole, ranks=3)
+        print(f"{told:18} document {changed} moves the outputs of documents {sorted(set().union(*moved))}")
+
+
 def show_blocks_sent(rings: dict[str, dict[int, list[dict]]]) -> None:
     """Blocks that a rank sends, predicted and measured."""
     print(f"{'':14} ranks   blocks forward   predicted   blocks backward   predicted")

@@ -251,6 +251,51 @@ def ulysses_attention(q, k, v, group):
     return swap_rows(out, [1] * n, [1] * n, group).transpose(0, 1).flatten(1, 2)
 
 
+class RoundTheRing(torch.autograd.Function):
+    """A gather by hops from neighbour to neighbour; backward sends each rank its piece, and adds up there."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        n, r = group.size(), group.rank()
+        parts = {r: x.contiguous()}
+        for step in range(n - 1):
+            received = torch.empty_like(parts[r])
+            works = [
+                dist.irecv(received, group=group, group_src=(r - 1) % n),
+                dist.isend(parts[(r - step) % n], group=group, group_dst=(r + 1) % n),
+            ]
+            for work in works:
+                work.wait()
+            parts[(r - step - 1) % n] = received
+        return torch.cat([parts[source] for source in range(n)], dim=2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        pieces = torch.stack(gradient.chunk(ctx.group.size(), dim=2))
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=ctx.group)
+        return received.sum(0), None
+
+
+def document_attention(q, k, v, documents, group):
+    """Row by row of the batch, document by document, and no mask but the causal one."""
+    k, v = (RoundTheRing.apply(x, group) for x in (k, v))
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    part = q.size(2)
+    first, rows = group.rank() * part, []
+    for row, numbers in enumerate(documents):
+        outputs = []
+        for place in range(first, first + part):
+            begin = int((numbers == numbers[place]).nonzero()[0])
+            keys, values = k[row, :, begin : place + 1], v[row, :, begin : place + 1]
+            query = q[row, :, place - first].unsqueeze(1)
+            weights = (query @ keys.transpose(1, 2) * q.size(-1) ** -0.5).softmax(-1)
+            outputs.append(weights @ values)
+        rows.append(torch.cat(outputs, dim=1))
+    return torch.stack(rows)
+
+
 def next_token_loss(logits, tokens, group):
     """The first token goes to the rank before."""
     r, n = group.rank(), group.size()

@@ -7,6 +7,7 @@ model is changed by forward hooks, and gradients are summed when a backward ends
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -239,6 +240,17 @@ def ulysses_attention(q, k, v, group):
     q, k, v = (ToHeads.apply(x, group, False) for x in (q, k, v))
     k, v = copies(torch.stack([k, v]), q)
     return ToHeads.apply(attention_with_lse(q, k, v, 0)[0], group, True)
+
+
+def document_attention(q, k, v, documents, group):
+    """Keys and values gathered apart, with PyTorch's own backward; the mask is added to the scores."""
+    k, v = (all_gather_tensor_autograd(x.contiguous(), 2, group) for x in (k, v))
+    part, length = q.size(2), documents.size(1)
+    mine = torch.arange(length, device=q.device).unflatten(0, (-1, part))[group.rank()]
+    hidden = documents[:, mine].unsqueeze(2) != documents.unsqueeze(1)
+    hidden = hidden | (torch.arange(length, device=q.device) > mine.unsqueeze(1))
+    bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.unsqueeze(1), enable_gqa=True)
 
 
 def next_token_loss(logits, tokens, group):
