@@ -63,9 +63,7 @@ def closing_lines(report: ExerciseReport, hint: str = "grade hint {} (in a termi
     lines = []
     required = [check for check in report.checks if not check.optional]
     if any(check.verdict == Verdict.SKIPPED for check in required) and report.failed:
-        lines.append(
-            ("  - was not looked at: too much had ended early, or this machine can not show it", "dim")
-        )
+        lines.append(("  (- means: not looked at, as too much ended early or needs another machine)", "dim"))
     if len(report.failed) > len(told_whole(report.failed)):
         lines.append(("  the other ✗ show only their titles: what is told above may have caused them", "dim"))
     if any(mark_of(check)[0] == "☆" for check in report.checks):

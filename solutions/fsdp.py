@@ -371,10 +371,10 @@ class ShardedUnit:
 
     The constructor takes the weights of the group's rank 0, and leaves the parameters freed. The Parameter
     objects stay those that were given: modules and hooks have them. `parameters` is their list, and `shards`
-    one flat nn.Parameter for each, perhaps empty, of its dtype and its `requires_grad`; the ranks' shards of
-    all are of one size, give or take the largest parameter. `param_dtype` is the dtype of gathered
-    weights, that of the parameters unless given; the shards keep theirs. `reduce_dtype` is kept for
-    `reduce_gradients`.
+    one flat nn.Parameter for each, perhaps empty, of its dtype and its `requires_grad`; together the ranks'
+    shards are of one size, give or take n numbers for each parameter. `param_dtype` is the dtype of
+    gathered weights, that of the parameters unless given; the shards keep theirs. `reduce_dtype` is kept
+    for `reduce_gradients`.
 
     Source: arXiv:2304.11277, section 3.2.
     """
@@ -420,9 +420,10 @@ class ShardedUnit:
         # end of answer
 
     def free(self) -> None:
-        """Give back the memory of the whole weights, whoever holds a view of them; nothing may be on its way.
+        """Give back the memory of the whole weights, whoever holds a view of them.
 
-        A view that autograd has kept is right again after the next `gather()`.
+        A gather that is on its way is waited for first: it would arrive in memory that was given back. A
+        view that autograd has kept is right again after the next `gather()`.
         """
         # answer
         for flat in self.flats:
@@ -436,7 +437,8 @@ def reduce_gradients(unit: ShardedUnit) -> None:
 
     The ranks' gradients are summed in the unit's `reduce_dtype`, else in their own, and the mean has the
     shard's dtype. A rank receives its own share alone: P elements travel in all. A unit of which no
-    parameter has a gradient is left as it is; a single missing one counts as zero.
+    parameter has a gradient is left as it is; a single missing one counts as zero. A frozen shard gets no
+    `.grad`.
     """
     # answer
     for flat in unit.flats:

@@ -82,7 +82,7 @@ def test_the_headline_is_the_verdict_of_what_is_told(shown: Shown) -> None:
     show(ExerciseReport("07", "total", Verdict.HUNG, (PASSED, WRONG, hung, skipped)))
     text = shown.bundles[0]["text/plain"]
     assert text.splitlines()[0] == "✗ total: wrong"
-    assert "  - was not looked at" in text
+    assert "(- means: not looked at" in text
 
 
 def test_what_passed_is_open_where_all_did(shown: Shown) -> None:

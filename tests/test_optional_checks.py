@@ -68,7 +68,7 @@ def test_a_failure_is_told_before_any_star() -> None:
     assert "7 is far" in text
     assert "☆ It is exact." in text
     assert "★" not in text
-    assert "was not looked at" not in text
+    assert "not looked at" not in text
     assert "✗ wrong (0 of 1 checks)" in table(BAD, NOT_LOOKED_AT)
 
 

@@ -307,6 +307,8 @@ def show(value: Any) -> str:
     number = whole(value)
     if number is not None:
         return f"{number:,}"
+    if isinstance(value, float) and 1e6 <= abs(value) < 1e18:
+        return f"{value:,.0f}"
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from grader.checks import Trial, check, exercise, show
 from nanogpt.model import GPT, GPTConfig
@@ -27,12 +28,14 @@ exercise(
 )
 
 
-def report(rank: Any, calls: list[list[Any]]) -> list[tuple[Any, str]]:
+def report(rank: Any, calls: list[list[Any]], tied: bool = True) -> list[tuple[Any, str]]:
     """The probe: the learner's reports on models without storage, and what of its arguments each changed."""
     reports = []
     for config, *arguments in calls:
         with torch.device("meta"):
             model = GPT(GPTConfig(**config))
+            if not tied:
+                model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         names, told = list(model.state_dict()), repr(arguments)
         given = rank.submission.utilization_report(model, *arguments)
         changed = "the model" if list(model.state_dict()) != names else ""
@@ -176,6 +179,26 @@ def parameters_are_counted_once(trial: Trial) -> None:
     """parameters counts the tied table once."""
     help = "The token table is lm_head's weight too, and state_dict() lists it under both names."
     compare_report(trial, "parameters", lambda c, *_: parameters(c)["total"], help)
+
+
+@check("utilization_report")
+def a_table_of_its_own_counts(trial: Trial) -> None:
+    """Where the head has a table of its own, as in section 5, its parameters count too."""
+    config = draw(trial)
+    card = {"flops_per_second": 1e14, "with_sparsity": False}
+    ((given, _),) = trial.run(report, [[asdict(config), 100.0, config.block_size, card, "none"]], False)[0]
+    value = given.get("parameters") if isinstance(given, dict) else given
+    tied = parameters(config)["total"]
+    right = tied + config.vocab_size * config.n_embd
+    trial.require(
+        agrees(value, right, 1e-6),
+        f"parameters is {show(value)}, and should be {show(right)}: {config!r}, whose lm_head.weight was "
+        "replaced by a Parameter of its own",
+        help="Ask the model what it has: its config does not know whether two names are one tensor.",
+        cause="one table is taken off, or never counted, whether the tie is there or not"
+        if agrees(value, tied, 1e-6)
+        else "",
+    )
 
 
 @check("utilization_report")

@@ -19,13 +19,12 @@ exercise(
 def utilize(trial: Trial) -> Answers:
     calls = []
     for _ in range(4):
-        heads, block_size = trial.integer(4, 12), 64 * trial.integer(8, 40)
-        config = draw(
-            trial, n_head=heads, n_embd=96 * heads, block_size=block_size, n_layer=2, vocab_size=997
-        )
-        peak = trial.choice([312e12, 149.7e12, 989.5e12, 3.1e11])
+        heads, block_size = trial.integer(8, 16), 64 * trial.integer(8, 24)
+        sizes = {"n_head": heads, "n_embd": 96 * heads, "block_size": block_size}
+        config = draw(trial, **sizes, n_layer=24, vocab_size=32_000)  # beside which positions are few
+        peak = trial.choice([312e12, 149.7e12, 989.5e12])
         for length in (block_size, block_size // trial.integer(3, 5)):
-            calls.append((config, float(trial.integer(10**2, 10**6)), peak, length))
+            calls.append((config, float(trial.integer(10**3, 3 * 10**4)), peak, length))
     return Answers(trial, "model_flops_utilization", calls, utilization)
 
 

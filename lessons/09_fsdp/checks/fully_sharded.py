@@ -55,9 +55,9 @@ exercise(
         "torch.autograd.Variable._execution_engine.queue_callback(f), called in a backward hook, has f "
         "called "
         "when this backward is over: for the token table, whose gradient comes first and last.",
-        "parameters() finds what is in module._parameters; module.weight finds module.__dict__['weight'] "
-        "before "
-        "that. So shards can stay registered under GPT's names while a block computes with whole weights.",
+        "parameters() goes through named_parameters(): yield the module's names, each with unit.shards[i] in "
+        "the place of unit.parameters[i]. full_state_dict() gathers shards of unequal sizes: pad them, and "
+        "cut the padding off again.",
     ),
 )
 
@@ -99,6 +99,9 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
         if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
             end.cause = "a weight was used whose storage was shrunk to nothing: nobody had gathered it again"
             end.help = "Gather a block's weights before its forward, and once more before its backward."
+        elif end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
+            end.cause = "what needs no gradient takes no hook: what is frozen, and outputs under no_grad"
+            end.help = "Ask for requires_grad before you hook on."
         elif end.verdict == Verdict.CRASHED and "signal 11" in end.message:
             end.cause = "memory was used that had been given back: is there a weight that nobody gathers?"
             end.help = "Every place that uses a weight needs the whole one: a tied weight has two places."
@@ -171,6 +174,12 @@ def everything_keeps_its_dtype(trial: Trial) -> None:
     with torch.no_grad():
         logits = [seen.starts[0](*batches[0])[0] for batches in seen.by_rank]
     for r, result in enumerate(seen.results):
+        trial.require(
+            bool(result["dtypes of gradients"]),
+            "after backward no parameter of parameters() has a .grad",
+            help="parameters() asks named_parameters(): answer with the shards, and add to their .grad.",
+            rank=r,
+        )
         for what in ("parameters()", "full_state_dict()", "gradients"):
             trial.require(
                 result[f"dtypes of {what}"] == ["torch.float64"],

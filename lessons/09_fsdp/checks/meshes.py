@@ -26,10 +26,7 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list:
     try:
         return fully_sharded.run(trial, function, *args, **kwargs)
     except CheckEnded as end:
-        if end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
-            end.cause = "what needs no gradient takes no hook: frozen shards, and the logits in evaluation"
-            end.help = "Ask for requires_grad before you hook on."
-        elif end.verdict == Verdict.CRASHED and "is not part of group" in end.message:
+        if end.verdict == Verdict.CRASHED and "is not part of group" in end.message:
             end.cause = "src and dst are ranks of the world; group_src and group_dst count in the group"
         raise
 

@@ -22,14 +22,14 @@ exercise(
         "Inside it is an ordinary optimizer of `optimizer_class`, whose parameters are this rank's share: "
         "whole "
         "parameters that the rank owns, or flat pieces of each.",
-        "super().__init__(params, kwargs) makes self.param_groups of whatever was given. Build the inner "
-        "optimizer from groups that have the same settings and your share's tensors.",
+        "One reduce-scatter for many parameters: cut each gradient into n pieces, pad them to one length, "
+        "and lay the pieces for rank r into row r. The rows are the inputs, and what comes back are your "
+        "shares.",
         "A view of a weight (parameter.detach().view(-1)[start:end]) is updated where the weight lies. "
         "Give it a "
         ".grad, step, and gather.",
-        "Schedulers and users change self.param_groups: copy the settings to the inner optimizer in "
-        "step(). A "
-        "parameter with fewer elements than ranks leaves some ranks with an empty share.",
+        "A parameter with fewer elements than ranks leaves some ranks with an empty share: they take part in "
+        "every collective all the same.",
     ),
 )
 

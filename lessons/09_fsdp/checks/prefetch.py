@@ -12,7 +12,7 @@ from .fully_sharded import full, plain, require_end, run
 from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds, settle
 from .residency import watch
 from .training import train
-from .units import GATHERS, GATHERS_ALONE, num_bytes, sent_by
+from .units import GATHERS, GATHERS_ALONE, most_ahead, num_bytes, sent_by
 from .wire import SMALL, padded_bytes
 
 
@@ -74,7 +74,7 @@ def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
                 blocks = (num_bytes(sent) - num_bytes(before)) / seen.block
                 trial.require(
                     blocks >= 0.9 * due,
-                    f"in the {way} of block {number}, {blocks:.1f} blocks were gathered or on their way in "
+                    f"in the {way} of block {number}, {blocks:.2g} blocks were gathered or on their way in "
                     f"this step, and {due} are due",
                     help="Start the next block's gather right after this one's.",
                     rank=r,
@@ -84,11 +84,23 @@ def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
                 blocks = num_bytes(alone) / seen.block - num_bytes(before) / seen.block
                 trial.require(
                     blocks <= 1.15 * due + 0.5,
-                    f"in the {way} of block {number}, {blocks:.1f} blocks were gathered or on their way in "
+                    f"in the {way} of block {number}, {blocks:.2g} blocks were gathered or on their way in "
                     f"this step, and {due} are due",
                     help="One block ahead, and no more: each takes memory.",
                     rank=r,
                 )
+        last = f"forward {DEEP.n_layer - 1}"
+        events = [e for e in recording.events if e.after == last or e.after.startswith("backward")]
+        most = (most_ahead(events) - 2 * seen.outside) / seen.block
+        trial.require(
+            most <= 2.5,
+            f"in backward there is a moment at which {most:.3g} blocks are gathered and not reduced yet: two "
+            "should be, the one that computes and the next",
+            help="Reduce and free the block behind before you send for one more. Hooks on one tensor are "
+            "called in the order in which they were registered.",
+            rank=r,
+            cause="a block is sent for before the one behind is reduced and freed",
+        )
         for number in range(DEEP.n_layer):
             alive = recording.alive(f"forward {number}") - seen.share - 2 * seen.outside
             trial.require(

@@ -67,7 +67,7 @@ def require_ahead(trial: Trial, way: str, start: str) -> None:
             surely = num_bytes(e for e in sent if e.kind in GATHERS_ALONE) / seen.block
             trial.require(
                 blocks >= 0.9 * due,
-                f"while block {number} computes its {way}, {blocks:.1f} gathers were started, and "
+                f"while block {number} computes its {way}, {blocks:.2g} gathers were started, and "
                 f"with that of the next block they would be {due}",
                 help="start_gather() of the unit that comes next, right after this one's gather().",
                 rank=r,
@@ -75,7 +75,7 @@ def require_ahead(trial: Trial, way: str, start: str) -> None:
             )
             trial.require(
                 surely <= 1.3 * due + 0.3,
-                f"while block {number} computes its {way}, {surely:.1f} gathers were started: {due} are due",
+                f"while block {number} computes its {way}, {surely:.2g} gathers were started: {due} are due",
                 help="One block ahead: what is gathered earlier is memory for nothing.",
                 rank=r,
                 cause="everything is gathered at once" if surely > NUM_BLOCKS - 1 > due else "",

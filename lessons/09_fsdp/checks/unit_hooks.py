@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
+from .fully_sharded import run
 from .models import build, settle
 from .units import (
     GATHERS,
@@ -16,6 +17,7 @@ from .units import (
     WIDTH,
     bytes_of_block,
     chain,
+    most_ahead,
     num_bytes,
     sent_by,
     watch,
@@ -105,7 +107,7 @@ def observe(trial: Trial, depth: int) -> SimpleNamespace:
     numbers = [trial.seed() for _ in range(n)]
     batches = [[(trial.normal(2, WIDTH, dtype=torch.float64), trial.normal(2, WIDTH, dtype=torch.float64))
                 for _ in range(2)] for _ in range(n)]  # fmt: skip
-    results = trial.run(step_on_ranks, depth, per_rank=list(zip(numbers, batches, strict=True)))
+    results = run(trial, step_on_ranks, depth, per_rank=list(zip(numbers, batches, strict=True)))
     before, model = (build(chain, numbers[0], torch.float64) for _ in range(2))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -240,14 +242,14 @@ def a_block_is_gathered_when_it_computes(trial: Trial) -> None:
             )
             trial.require(
                 0.9 * (number + 1) <= moved / seen.block <= 1.3 * (number + 1) + 0.5,
-                f"when block {number} computes, {moved / seen.block:.1f} blocks have been gathered in this "
+                f"when block {number} computes, {moved / seen.block:.2g} blocks have been gathered in this "
                 f"forward, and {number + 1} are due",
                 help="A forward pre-hook on each block gathers the unit of that block.",
                 rank=r,
             )
         trial.require(
             0.9 <= before / (NUM_BLOCKS * seen.block) <= 1.3,
-            f"a forward gathered {before / seen.block:.1f} blocks, and there are {NUM_BLOCKS}",
+            f"a forward gathered {before / seen.block:.2g} blocks, and there are {NUM_BLOCKS}",
             rank=r,
         )
 
@@ -292,8 +294,19 @@ def require_backward(trial: Trial, seen: Any, ahead: int) -> None:
             reduced = num_bytes(sent_by(recording, mark, REDUCES))
             trial.require(
                 reduced >= 0.9 * behind * seen.block,
-                f"when backward computes block {number}, the gradients of {reduced / seen.block:.1f} blocks "
+                f"when backward computes block {number}, the gradients of {reduced / seen.block:.2g} blocks "
                 f"have been reduced, and {behind} are complete",
                 help="Reduce a block's gradients when backward enters the block before it.",
                 rank=r,
             )
+        events = [e for e in recording.events if e.after == "between" or e.after.startswith("backward")]
+        most = most_ahead(events) / seen.block
+        trial.require(
+            most <= 1 + ahead + 0.3,
+            f"in backward there is a moment at which {most:.3g} units are gathered and not reduced yet, and "
+            f"{1 + ahead} should be",
+            help="Reduce and free the unit behind first, and then gather. Hooks on one tensor are called in "
+            "the order in which they were registered.",
+            rank=r,
+            cause="a unit is gathered, or sent for, before the one behind is reduced and freed",
+        )

@@ -105,5 +105,20 @@ GATHERS_ALONE = GATHERS[:4]
 REDUCES = ("reduce_scatter", "reduce", "all_to_all", "send")
 
 
+def most_ahead(events: Sequence[Any]) -> float:
+    """Bytes: by how much gathers are at most ahead of reductions; 0 where a kind could be either."""
+    gathered = reduced = 0
+    most = 0.0
+    for event in events:
+        if event.kind in ("all_to_all", "send"):
+            return 0.0
+        if event.kind in GATHERS_ALONE:
+            gathered += event.num_bytes
+            most = max(most, gathered - reduced)
+        elif event.kind in REDUCES or event.kind == "all_reduce":
+            reduced += event.num_bytes
+    return most
+
+
 def num_bytes(events: Sequence[Any]) -> int:
     return sum(event.num_bytes for event in events)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
 from grader.checks import Trial, check, exercise
@@ -58,7 +58,8 @@ def telling(name: str, log: list, made: list) -> Callable:
     """On a rank: a technique that writes down its name, its ranks, and whether it got what was made last."""
 
     def technique(module: nn.Module, group: Any) -> nn.Module:
-        log.append([name, torch.distributed.get_process_group_ranks(group), module is made[-1]])
+        ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+        log.append([name, ranks, module is made[-1]])
         made.append(Wrapped(module))
         return made[-1]
 
@@ -125,6 +126,12 @@ def every_technique_has_its_own_group(trial: Trial) -> None:
         for name, ranks, _ in result["log"]:
             if name not in sizes:
                 continue
+            trial.require(
+                ranks,
+                f"on a mesh of {told(sizes)} the technique of {name} got something that is no ProcessGroup",
+                help=f"A technique takes a group: mesh.get_group({name!r}). mesh[{name!r}] is another mesh.",
+                rank=rank,
+            )
             right = list(ranks_along(rank, sizes, name))
             others = [dim for dim in sizes if dim != name and list(ranks_along(rank, sizes, dim)) == ranks]
             cause = f'these are the ranks along "{others[0]}"' if others else ""
@@ -139,6 +146,15 @@ def every_technique_has_its_own_group(trial: Trial) -> None:
             )
 
 
+FIRST = (
+    "Tensor parallelism makes new parameters. A hook on an old one is never called again: its gradient is "
+    "not summed, and nothing complains."
+)
+LAST = (
+    "What wraps comes last: context parallelism has to find the GPT's blocks and parameters, and no wrapper."
+)
+
+
 @check("parallelize_on_mesh")
 def layers_then_tokens_then_batch(trial: Trial) -> None:
     """What replaces layers comes first, then what cuts tokens, then what wraps: each on the one before."""
@@ -147,8 +163,7 @@ def layers_then_tokens_then_batch(trial: Trial) -> None:
         trial.require(
             names == [name for name in ORDER if name in names],
             f"on a mesh of {told(sizes)} they were applied in the order {', '.join(names)}",
-            help="Tensor parallelism makes new parameters. A hook on an old one is never called again: its "
-            "gradient is not summed, and nothing complains.",
+            help=FIRST if names[:1] != ["tensor"] and "tensor" in names else LAST,
             rank=rank,
         )
         trial.require(

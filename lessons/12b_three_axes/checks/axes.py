@@ -25,19 +25,28 @@ def truth(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False, 
     """By element: the parts of lessons 08 to 12. A slip is a factor on one of its terms, by name."""
     d, c, t = (sizes[axis] for axis in AXES)
     layers, h = config.n_layer, config.n_embd
+    everyone = d * c * t if slip.get("everyone") else 0
     tokens = batch_size / slip.get("rows", d) * config.block_size / slip.get("tokens", c)
     stream = 4 * tokens * h
-    cut = 12 * layers * h**2 + config.vocab_size * h
+    table = config.vocab_size * h
+    cut = 12 * layers * h**2 + table
     whole = (config.block_size + 2 * layers + 1) * h
-    held = 4 * (cut / slip.get("cut", t) + whole / slip.get("whole", 1))
+    extra = table * slip.get("tables", 0) / t + table * (1 - 1 / t) * slip.get("whole_table", 0)
+    held = 4 * (cut / slip.get("cut", t) + whole / slip.get("whole", 1) + extra)
     sums = slip.get("sums", 4 * layers + 2)
     times = slip.get("times", 3 if zero3 else 2)
     blocks = slip.get("blocks", 6 * (c - 1)) * stream / slip.get("heads", t)
     return {
-        "data": times * (d - 1) / slip.get("ring_d", d) * held,
-        "context": layers * blocks + slip.get("summed", 2) * (c - 1) / slip.get("ring_c", c) * held,
-        "tensor": slip.get("reduce", 2) * sums * (t - 1) / slip.get("ring_t", t) * stream,
+        "data": times * part(everyone or d, slip.get("ring_d")) * held / slip.get("gradients", 1),
+        "context": layers * blocks
+        + slip.get("summed", 2) * part(everyone or c, slip.get("ring_c")) * held / slip.get("sharded", 1),
+        "tensor": slip.get("reduce", 2) * sums * part(everyone or t, slip.get("ring_t")) * stream,
     }
+
+
+def part(n: int, ring: int | None) -> float:
+    """(n-1)/n, or what a slip has in its place."""
+    return (n - 1) / (ring or n)
 
 
 def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) -> dict[str, dict]:
@@ -56,8 +65,19 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
         },
         "each hop carries keys and values: two blocks": {"blocks": 3 * (c - 1)},
         "the two ends are missing: 4 sums a layer, and 2 more": {"sums": 4 * layers},
+        "the token table is counted twice: the head is the same table": {"tables": 1},
+        "the token table is not cut: a rank has 1/t of it": {"whole_table": 1},
+        "along context whole gradients travel, with ZeRO-3 too: data scatters them afterwards": {
+            "sharded": d if zero3 else 1
+        },
+        "context cuts tokens, and no gradients: they are as large on each of its ranks": {"gradients": c},
+        "the ring has the ranks along one axis, and not all d·c·t": {"everyone": 1},
+        "a rank's own block needs no hop: c-1 of them": {"blocks": 6 * c},
         "half: backward sums as often as forward, and an all-reduce sends its tensor in two rounds": {
             "reduce": 1
+        },
+        "a gather and a reduce-scatter are each half an all-reduce: three of them, not four": {
+            "times": 4 if zero3 else 2
         },
         "ZeRO-3 is counted as an all-reduce: it gathers the weights twice": {"times": 2},
         "ZeRO-3's way is counted always": {"times": 3},
@@ -71,7 +91,11 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
     for words, slip in every.items():
         found[words] = truth(config, batch_size, sizes, zero3, **slip)
     whole = truth(config, batch_size, sizes, zero3)
-    found["elements are counted, and not their bytes: 4 each"] = {axis: x / 4 for axis, x in whole.items()}
+    for words, factor in (
+        ("elements are counted, and not their bytes: 4 each", 1 / 4),
+        ("half: a number of float32 has 4 bytes, not 2", 1 / 2),
+    ):
+        found[words] = {axis: factor * x for axis, x in whole.items()}
     return found
 
 
@@ -79,17 +103,18 @@ def observe(trial: Trial) -> Answers:
     calls = []
     for sizes in ((2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 4, 5), (8, 16, 8)):
         for zero3 in (False, True):
-            heads = trial.integer(2, 9)
+            d, c, t = sizes
+            heads = t * trial.integer(1, 2)
             config = GPTConfig(
                 vocab_size=trial.integer(90, 5000),
-                block_size=32 * trial.integer(2, 50),
+                block_size=c * trial.integer(8, 99),
                 n_layer=trial.integer(1, 40),
                 n_head=heads,
-                n_embd=heads * trial.integer(8, 99),
+                n_embd=heads * d * c * trial.integer(2, 9),  # all bytes are whole numbers
                 dropout=0.0,
                 bias=False,
             )
-            calls.append((config, 24 * trial.integer(1, 30), dict(zip(AXES, sizes, strict=True)), zero3))
+            calls.append((config, d * trial.integer(2, 30), dict(zip(AXES, sizes, strict=True)), zero3))
     return Answers(trial, "bytes_by_axis", calls, truth)
 
 

@@ -23,6 +23,10 @@ exercise(
 )
 
 
+FEW = 48
+"""Numbers that may be sent: a few counts, also pickled. The losses of all tokens are 80."""
+
+
 def probe(rank: Any, cases: list) -> list[dict]:
     found = []
     for sizes, logits, targets in cases:
@@ -45,10 +49,10 @@ def observe(trial: Trial) -> SimpleNamespace:
     for sizes in plans:
         shares = []
         for place_along in range(sizes["data"]):
-            targets = trial.tokens(20, 2, 8)
-            targets[:, : 1 + place_along] = -1
-            targets[0, -trial.integer(1, 3) :] = -1
-            shares.append((trial.normal(2, 8, 20, dtype=torch.float64), targets))
+            targets = trial.tokens(20, 2, 40)
+            targets[:, : 1 + 5 * place_along] = -1
+            targets[0, -trial.integer(1, 9) :] = -1
+            shares.append((trial.normal(2, 40, 20, dtype=torch.float64), targets))
         drawn.append(shares)
     by_rank = [
         ([(sizes, *shares[place(r, sizes)["data"]]) for sizes, shares in zip(plans, drawn, strict=True)],)
@@ -73,6 +77,9 @@ def by_weight(seen: SimpleNamespace, i: int, weigh: Any, n: int) -> list[tuple[T
     return [weighed(*shares[p], weigh(counts, p, sizes)) for p in own]
 
 
+UNWEIGHED = "it is not weighed: by no count, by one of all targets, or along a dimension of one rank"
+
+
 def others(n: int) -> dict[str, Any]:
     """Sentence → the weight that a slip leads to."""
     return {
@@ -82,7 +89,7 @@ def others(n: int) -> dict[str, Any]:
         "weighed by the ranks of the world, where the mean is along data alone": (
             lambda counts, p, sizes: counts[p] * n / sum(counts)
         ),
-        "it is not weighed": lambda counts, p, sizes: 1.0,
+        UNWEIGHED: lambda counts, p, sizes: 1.0,
         "it is this rank's part of the mean: the mean along data divides once more": (
             lambda counts, p, sizes: counts[p] / sum(counts)
         ),
@@ -137,7 +144,7 @@ def only_a_count_travels(trial: Trial) -> None:
             events = [event for event in each["recording"].select() if len(event.group) > 1]
             numbers = sum(event.num_elements for event in events)
             trial.require(
-                numbers <= 8,
+                numbers <= FEW,
                 f"{numbers} numbers were sent on a mesh of {told(sizes)}: {told_events(events)}",
                 help="Only how many targets count must be known elsewhere.",
                 rank=rank,

@@ -25,14 +25,17 @@ exercise(
 )
 
 PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "shard of one number": ((1,), ("data", "context")),
     "matrix": ((24, 30), ("tensor",)),
     "norm": ((33,), ()),
     "shard of a matrix": ((40, 30), ("tensor", "data")),
     "shard of a norm": ((17,), ("data",)),
-    "shard of one number": ((1,), ("data",)),
     "of parts of tokens": ((20, 12), ("context",)),
 }
-"""Name → shape of the whole gradient, and the dimensions along which it is cut."""
+"""Name → shape of the whole gradient, and the dimensions along which it is cut.
+
+The first is alone in being cut so, and most ranks have nothing of it.
+"""
 KINDS = {"float32": torch.float32, "float64": torch.float64, "float16 of hundreds": torch.float16}
 
 
@@ -42,6 +45,14 @@ def own_part(whole: Tensor, cut: tuple[str, ...], rank: int, sizes: Sizes) -> Te
     for dim in cut:
         flat = flat.tensor_split(sizes[dim])[place(rank, sizes)[dim]]
     return flat.clone()
+
+
+def every_part(whole: Tensor, cut: tuple[str, ...], sizes: Sizes) -> list[Tensor]:
+    """All parts of a gradient, each once."""
+    parts = [whole.flatten()]
+    for dim in cut:
+        parts = [part for each in parts for part in each.tensor_split(sizes[dim])]
+    return parts
 
 
 def probe(rank: Any, cases: list) -> list[dict]:
@@ -101,6 +112,11 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
         "what several ranks have counts once for each of them": root(sum(local)),
         "it is that of this rank's own numbers": [root(x) for x in local],
         "ranks' norms are added up, where their squares belong": sum(root(x) for x in local),
+        "norms are added up, where their squares belong": sum(
+            root(part.double().square().sum())
+            for name, x in whole.items()
+            for part in every_part(x, PARAMETERS[name][1], sizes)
+        ),
         "it is the square of the norm": sum(squares.values()),
         "what no dimension cuts is left out": root(sum(squares[n] for n, (_, c) in PARAMETERS.items() if c)),
         "it is averaged over the ranks": root(sum(local) / num_ranks),

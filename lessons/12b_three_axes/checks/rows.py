@@ -40,18 +40,19 @@ def probe(rank: Any, all_sizes: list[Sizes], batches: list[Tensor]) -> list[dict
 
 
 def observe(trial: Trial) -> SimpleNamespace:
-    """Row i has numbers that begin with i; the last two batches do not divide."""
-    rows = [8, 4 * trial.integer(1, 2) + 3, 13]
+    """Row i has numbers that begin with i. The first batch divides; the last is not enough for four."""
+    rows = [8, 4 * trial.integer(1, 2) + 3, 13, 1]
     batches = [10 * torch.arange(b).unsqueeze(1) + torch.arange(3) for b in rows]
+    batches[2] = torch.stack([batches[2], batches[2] + 3], dim=-1)  # (b, 3, 2)
     results = trial.run(probe, meshes(trial), batches)
     return SimpleNamespace(batches=batches, rows=rows, results=results)
 
 
 def rows_in(share: Tensor | None, batch: Tensor) -> list[int] | None:
     """Which rows of the batch these are; None where they are none."""
-    if share is None or share.dim() != 2 or share.size(1) != batch.size(1):
+    if share is None or share.shape[1:] != batch.shape[1:]:
         return None
-    numbers = (share[:, 0] // 10).tolist()
+    numbers = (share.flatten(1)[:, 0] // 10).tolist()
     whole = all(0 <= i < len(batch) for i in numbers) and torch.equal(share, batch[numbers])
     return numbers if whole else None
 
@@ -73,7 +74,8 @@ def every_share_is_rows(trial: Trial) -> None:
         for rank, rows in enumerate(by_rank):
             trial.require(
                 rows is not None,
-                f"batch {i} on a mesh of {told(sizes)} gave something that is not rows of it",
+                f"a batch {tuple(trial.once(observe).batches[i].shape)} on a mesh of {told(sizes)} gave "
+                "something that is not rows of it",
                 help="Rows are cut, and columns stay: context parallelism cuts tokens by itself.",
                 rank=rank,
             )
@@ -90,7 +92,7 @@ def a_replica_has_one_set_of_rows(trial: Trial) -> None:
                 rows == by_rank[other],
                 f'ranks {other} and {rank} have the same place along "data" in a mesh of {told(sizes)}, '
                 f"and rows {by_rank[other]} and {rows}",
-                cause="each rank of the world has rows of its own, as if all of them shared out the batch"
+                cause="ranks along context and tensor have rows of their own, where they read the same ones"
                 if sum(len(each or ()) for each in by_rank) <= max(max(each or [0]) for each in by_rank) + 1
                 else "",
                 help="Ask the mesh for the place along data. Rank numbers alone do not tell it.",
