@@ -133,8 +133,9 @@ class DataParallel(nn.Module):
     The constructor copies weights and buffers of the group's rank 0 to all ranks. A bucket holds up
     to `bucket_bytes` of gradients (a larger gradient has a bucket to itself). It is all-reduced,
     asynchronously, as soon as its gradients are there and the bucket before it has left: so every
-    rank sends the same buckets in the same order, whatever order its own backward takes. The mean
-    is plain, each rank counts as much as any other: where shares differ, weigh the loss (`share_loss`).
+    rank sends the same buckets in the same order, whatever order its own backward takes. Gradients
+    travel in their own dtype. The mean is plain, each rank counts as much as any other: where shares
+    differ, weigh the loss (`share_loss`).
 
     Source: arXiv:2006.15704, section 3.2.
     """

@@ -172,6 +172,15 @@ def _hook(
             if any(where == folder or where.startswith(folder + os.sep) for folder in forbidden):
                 refuse(f"it reads the course's own solution ({_called(where)})")
 
+    def look_below(path: Any) -> None:
+        """A path that lies below an open folder, as os.open's `dir_fd` says without telling which."""
+        if not isinstance(path, str | bytes) or os.path.isabs(path) or os.path.lexists(path):
+            return
+        name = os.path.normpath(os.fsdecode(path))
+        for folder in forbidden:
+            if name.split(os.sep)[0] == os.path.basename(folder) or os.path.lexists(f"{folder}/{name}"):
+                refuse("it reads the course's own solutions")
+
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "object.__setattr__":
             owner, name = arguments[0], arguments[1]
@@ -179,6 +188,8 @@ def _hook(
                 refuse(f"it rewrites {owner.__module__}.{owner.__name__}")
         elif event in ("open", "os.link", "os.rename"):
             look(arguments[0])
+            if event == "open" and arguments[1] is None:  # os.open
+                look_below(arguments[0])
         elif event in PROCESS_EVENTS and _reads(_words(arguments), forbidden):
             refuse("it starts a program that reads the course's own solutions")
 

@@ -192,12 +192,14 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
         gathered = result["recording"].bytes("all_gather", after="backward")
         blocks = DEEP.n_layer * bytes_of(seen.model.transformer.h[0])
         trial.require(
-            gathered >= 0.9 * blocks,
+            gathered >= 0.97 * blocks,
             f"backward gathers {gathered:,} bytes, and all blocks are {blocks:,}",
             help="By default fully_shard frees every unit after forward but the outermost, which stays "
             "gathered: call it on the blocks, and then on the model as well.",
             rank=r,
-            cause="the weights stay from forward to backward, as in ZeRO-2",
+            cause="the weights stay from forward to backward, as in ZeRO-2"
+            if gathered < blocks / 2
+            else "a block stays gathered from forward to backward",
         )
 
 
