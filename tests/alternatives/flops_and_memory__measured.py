@@ -108,7 +108,10 @@ def model_flops_utilization(config, tokens_per_second, peak_flops_per_second, se
 
 def utilization_report(model, tokens_per_second, sequence_length, datasheet, recompute="none"):
     config = model.config
-    count = sum(tensor.numel() for name, tensor in model.state_dict().items() if name != "lm_head.weight")
+    state = model.state_dict()
+    if model.lm_head.weight is model.transformer.wte.weight:
+        del state["lm_head.weight"]
+    count = sum(tensor.numel() for tensor in state.values())
     peak = datasheet["flops_per_second"] * (0.5 if datasheet["with_sparsity"] else 1.0)
     step = training_flops(config, 1, sequence_length)
     with_recomputation = training_flops(config, 1, sequence_length, recompute)

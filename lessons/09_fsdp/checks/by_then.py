@@ -8,8 +8,9 @@ from torch import Tensor
 
 from grader.checks import Trial, check
 
-from .fully_sharded import full, run, wrapped
+from .fully_sharded import full, wrapped
 from .models import build, draw, local, odd_gpt, seeds
+from .runs import run
 
 FACTOR = 0.5
 """What the shards are multiplied by between two forwards."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import CheckEnded, Recording, Trial, Verdict, check, exercise
+from grader.checks import CheckEnded, Recording, Trial, check, exercise
 from nanogpt.model import GPT
 
 from .models import (
@@ -23,6 +23,7 @@ from .models import (
     weights,
 )
 from .parts import gradients_by_rank, trained_on
+from .runs import run
 from .training import (
     PASSES,
     ROUNDED,
@@ -89,23 +90,6 @@ def evaluate(sharded: Any, *batch: Tensor) -> tuple[Tensor, Tensor | None]:
         outputs = sharded(*batch)
     sharded.train()
     return outputs
-
-
-def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
-    """Runs a function on the ranks; a crash over memory that was given back is told as that."""
-    try:
-        return trial.run(function, *args, **kwargs)
-    except CheckEnded as end:
-        if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
-            end.cause = "a weight was used whose storage was shrunk to nothing: nobody had gathered it again"
-            end.help = "Gather a block's weights before its forward, and once more before its backward."
-        elif end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
-            end.cause = "what needs no gradient takes no hook: what is frozen, and outputs under no_grad"
-            end.help = "Ask for requires_grad before you hook on."
-        elif end.verdict == Verdict.CRASHED and "signal 11" in end.message:
-            end.cause = "memory was used that had been given back: is there a weight that nobody gathers?"
-            end.help = "Every place that uses a weight needs the whole one: a tied weight has two places."
-        raise
 
 
 def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:

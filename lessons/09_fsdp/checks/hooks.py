@@ -10,8 +10,9 @@ from torch.optim import SGD
 
 from grader.checks import Trial, check
 
-from .fully_sharded import full, run
+from .fully_sharded import full
 from .models import build, draw, odd_gpt, weights
+from .runs import run
 
 
 def factor(name: str, r: int) -> float:

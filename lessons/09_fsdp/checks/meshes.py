@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from grader.checks import CheckEnded, Trial, Verdict
 
-from . import fully_sharded
+from . import runs
 
 Machines = list[list[int]]
 """World ranks, a row for each machine."""
@@ -24,7 +24,7 @@ def arrangements(trial: Trial) -> list[Machines]:
 def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list:
     """Runs a function on the ranks; a crash over a hook or over a rank of the world is told as that."""
     try:
-        return fully_sharded.run(trial, function, *args, **kwargs)
+        return runs.run(trial, function, *args, **kwargs)
     except CheckEnded as end:
         if end.verdict == Verdict.CRASHED and "is not part of group" in end.message:
             end.cause = "src and dst are ranks of the world; group_src and group_dst count in the group"

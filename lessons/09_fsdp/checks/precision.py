@@ -9,8 +9,9 @@ from torch.optim import SGD
 
 from grader.checks import Trial, check
 
-from .fully_sharded import dtypes_of, full, run
+from .fully_sharded import dtypes_of, full
 from .models import DEEP, build, bytes_of, deep_gpt, seeds, weights
+from .runs import run
 from .wire import SMALL, travelled
 
 SETTINGS = {

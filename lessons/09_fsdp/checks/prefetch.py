@@ -8,9 +8,10 @@ from torch import Tensor
 
 from grader.checks import Trial, check
 
-from .fully_sharded import full, plain, require_end, run
+from .fully_sharded import full, plain, require_end
 from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds, settle
 from .residency import watch
+from .runs import run
 from .training import train
 from .units import GATHERS, GATHERS_ALONE, most_ahead, num_bytes, sent_by
 from .wire import SMALL, padded_bytes

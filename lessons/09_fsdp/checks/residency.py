@@ -10,8 +10,8 @@ from torch.optim import SGD
 
 from grader.checks import Trial, check
 
-from .fully_sharded import run
 from .models import DEEP, build, bytes_of, deep_gpt, local, settle
+from .runs import run
 from .wire import SMALL, padded_bytes, require_travelled, travelled
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .fully_sharded import run
 from .models import build, settle
+from .runs import run
 from .units import (
     GATHERS,
     NUM_BLOCKS,

@@ -1,0 +1,22 @@
+"""Runs of units and of whole models on the ranks: what crashes in this lesson has causes of its own."""
+
+from typing import Any
+
+from grader.checks import CheckEnded, Trial, Verdict
+
+
+def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
+    """Runs a function on the ranks; a crash over memory that was given back is told as that."""
+    try:
+        return trial.run(function, *args, **kwargs)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
+            end.cause = "a weight was used whose storage was shrunk to nothing: nobody had gathered it again"
+            end.help = "Gather a block's weights before its forward, and once more before its backward."
+        elif end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
+            end.cause = "what needs no gradient takes no hook: what is frozen, and outputs under no_grad"
+            end.help = "Ask for requires_grad before you hook on."
+        elif end.verdict == Verdict.CRASHED and "signal 11" in end.message:
+            end.cause = "memory was used that had been given back: is there a weight that nobody gathers?"
+            end.help = "Every place that uses a weight needs the whole one: a tied weight has two places."
+        raise
