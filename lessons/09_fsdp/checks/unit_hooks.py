@@ -289,7 +289,7 @@ def require_backward(trial: Trial, seen: Any, ahead: int) -> None:
                 "shares: one block and its gradients are two",
                 help="When backward enters a block, reduce and free the one that it comes from, then gather.",
                 rank=r,
-                cause="blocks stay whole, or their gradients stay" if behind > 1 else "",
+                cause="blocks stay whole, or their gradients stay" if behind else "",
             )
             reduced = num_bytes(sent_by(recording, mark, REDUCES))
             trial.require(
