@@ -88,6 +88,8 @@ READING = {
     "open": f"open({str(REFERENCE)!r}).read()",
     "open, and hide that it failed": f"try: open({str(REFERENCE)!r})\nexcept BaseException: pass",
     "os.open": f"os.open({str(REFERENCE)!r}, os.O_RDONLY)",
+    "below an open folder": f"folder = os.open({str(ROOT)!r}, os.O_RDONLY); "
+    "os.open('solutions', os.O_RDONLY, dir_fd=folder)",
     "import": "import solutions.tensor_parallel",
     "importlib": "import importlib; importlib.import_module('solutions.tensor_parallel')",
     "linecache": f"import linecache; linecache.getlines({str(REFERENCE)!r})",
@@ -253,6 +255,15 @@ def test_reading_the_reference_is_refused(name: str, tmp_path: Path, launcher: L
     report = look(tmp_path, twisted(READING[name]), launcher)
     assert report.verdict == Verdict.REFUSED
     assert "the course's own solution" in report.message
+
+
+def test_a_folder_of_its_own_may_be_removed(tmp_path: Path, launcher: Launcher) -> None:
+    """rmtree opens folders below open ones, of which the reference has some of the same name."""
+    lines = (
+        "import shutil, tempfile; own = tempfile.mkdtemp()\n"
+        "os.makedirs(own + '/a/__pycache__'); shutil.rmtree(own)"
+    )
+    assert look(tmp_path, twisted(lines), launcher).verdict == Verdict.PASSED
 
 
 @pytest.mark.parametrize("name", REPLACING)

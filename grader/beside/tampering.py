@@ -178,7 +178,7 @@ def _hook(
             return
         name = os.path.normpath(os.fsdecode(path))
         for folder in forbidden:
-            if name.split(os.sep)[0] == os.path.basename(folder) or os.path.lexists(f"{folder}/{name}"):
+            if name.split(os.sep)[0] == os.path.basename(folder) or os.path.isfile(f"{folder}/{name}"):
                 refuse("it reads the course's own solutions")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
