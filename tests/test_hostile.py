@@ -14,6 +14,7 @@ import cloudpickle
 import psutil
 import pytest
 
+from grader.beside.tampering import RefusedError, _hook
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.verdicts import Verdict
 from grader.ranks import plain
@@ -257,13 +258,14 @@ def test_reading_the_reference_is_refused(name: str, tmp_path: Path, launcher: L
     assert "the course's own solution" in report.message
 
 
-def test_a_folder_of_its_own_may_be_removed(tmp_path: Path, launcher: Launcher) -> None:
-    """rmtree opens folders below open ones, of which the reference has some of the same name."""
-    lines = (
-        "import shutil, tempfile; own = tempfile.mkdtemp()\n"
-        "os.makedirs(own + '/a/__pycache__'); shutil.rmtree(own)"
-    )
-    assert look(tmp_path, twisted(lines), launcher).verdict == Verdict.PASSED
+def test_a_folder_of_the_same_name_is_not_the_references(tmp_path: Path) -> None:
+    """rmtree opens folders below open ones, as os.open with `dir_fd` does: a cache of one's own, too."""
+    (tmp_path / "solutions" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "solutions" / "only_there.py").touch()
+    hook = _hook((str(tmp_path / "solutions"),), frozenset(), [])
+    hook("open", ("__pycache__", None, os.O_RDONLY))
+    with pytest.raises(RefusedError, match="the course's own solutions"):
+        hook("open", ("only_there.py", None, os.O_RDONLY))
 
 
 @pytest.mark.parametrize("name", REPLACING)
