@@ -75,11 +75,19 @@ class OptimizerShell(Optimizer):
         """`params` as any optimizer takes them, `kwargs` for `optimizer_class`; shares are over `group`."""
         super().__init__(params, kwargs)  # makes param_groups of the whole parameters
         self.group = group
-        groups = [{**whole, "params": [self.cut(p) for p in whole["params"]]} for whole in self.param_groups]
-        self.inner = optimizer_class(groups, **kwargs)
+        self.inner = optimizer_class([self._shares_of(whole) for whole in self.param_groups], **kwargs)
         self.defaults = self.inner.defaults
         self.state = self.inner.state
         copy_settings(self.inner, self)
+
+    def _shares_of(self, whole: dict[str, Any]) -> dict[str, Any]:
+        return {**whole, "params": [self.cut(p) for p in whole["params"]]}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One more group of whole parameters. PyTorch adds the constructor's own so, before there is `inner`."""
+        super().add_param_group(param_group)
+        if hasattr(self, "inner"):
+            self.inner.add_param_group(self._shares_of(self.param_groups[-1]))
 
     def shares(self) -> dict[nn.Parameter, Tensor]:
         """Trained parameters, and this rank's share of each, as `inner` has it."""

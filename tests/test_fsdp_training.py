@@ -128,6 +128,31 @@ def test_hooks_on_parameters_survive_sharding() -> None:
         assert max(differences.values()) < 1e-12, differences
 
 
+def steps_with_a_later_group() -> float:
+    """A group that is added after a step, and the learning rate of the first changed: beside AdamW's own."""
+    differences = []
+    weights = [nn.Parameter(torch.arange(7.0) + k) for k in range(2)]
+    dense = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    optimizers = [
+        fsdp.ShardedOptimizer(weights[:1], torch.optim.AdamW, dist.group.WORLD, lr=0.1),
+        torch.optim.AdamW(dense[:1], lr=0.1),
+    ]
+    for _ in range(2):
+        for optimizer, parameters in zip(optimizers, (weights, dense), strict=True):
+            for parameter in parameters:
+                parameter.grad = parameter.detach().cos()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.03
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": parameters[1:], "weight_decay": 0.5})
+        differences += [(a - b).abs().max().item() for a, b in zip(weights, dense, strict=True)]
+    return max(differences)
+
+
+def test_a_group_may_be_added_to_a_sharded_optimizer() -> None:
+    assert max(run_ranks(steps_with_a_later_group, ranks=2)) < 1e-6
+
+
 def step_of_fully_shard() -> float:
     module = fsdp.fully_shard_gpt(GPT(CONFIG), DeviceMesh.from_group(dist.group.WORLD, "cpu"))
     optimizer = torch.optim.AdamW(module.parameters())

@@ -1,6 +1,7 @@
 """Each pattern that a wrong tensor may show is named, and what only looks like one is not."""
 
 import math
+import platform
 
 import pytest
 import torch
@@ -188,6 +189,16 @@ def test_numbers_that_are_not_finite_have_a_place() -> None:
     told = cause([nan], [WHOLE])
     assert told == "it contains NaN: 6 of 48 elements, in row 2 of 8, and the others are right"
     assert "the others are right" not in cause([spoiled(nan, 5, 5)], [WHOLE])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' own NaN has no sign either")
+def test_memory_that_nothing_was_written_to_is_told_from_a_division() -> None:
+    fresh, divided = WHOLE.clone(), WHOLE.clone()
+    fresh[2], divided[2] = math.nan, torch.zeros(6) / torch.zeros(6)
+    assert "torch.empty gives NaN" in cause([fresh], [WHOLE])
+    assert cause([divided], [WHOLE]).endswith("and the others are right")
+    divided[3] = math.nan
+    assert "torch.empty" not in cause([divided], [WHOLE])
 
 
 def test_where_it_is_wrong_without_a_cause() -> None:

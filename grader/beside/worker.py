@@ -146,6 +146,8 @@ def _work(
     current: SimpleNamespace,
 ) -> bytes:
     torch.set_num_threads(1)
+    if device.type == "cpu":  # memory that nothing was written to holds NaN: it is no zero by chance
+        torch.set_deterministic_debug_mode("warn")
     is_learner = _learner_code(order)
 
     def on_event(event: Event) -> None:

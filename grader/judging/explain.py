@@ -245,7 +245,7 @@ def _pairs(
 
 def _recognised(pairs: Sequence[Pair], wrong: Sequence[int], terms: Mapping[str, Sequence[Tensor]]) -> str:
     """A pattern over all ranks, or one on each rank that is wrong."""
-    odd = [not_finite(pairs[r].actual, pairs[r].expected) for r in wrong]
+    odd = [not_finite(pairs[r]) for r in wrong]
     if any(odd):
         return next(told for told in odd if told)
     if any(not torch.isfinite(pair.expected).all() for pair in pairs):

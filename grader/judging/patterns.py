@@ -5,6 +5,7 @@ every element, those that are right as well; what two numbers show by chance is 
 """
 
 import math
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -242,18 +243,33 @@ def recognise(pair: Pair) -> tuple[str, str]:
     return "", ""
 
 
-def not_finite(actual: Tensor, expected: Tensor) -> str:
+def not_finite(pair: Pair) -> str:
     """NaN, or an infinity where none belongs: how many, and whether the rest is right."""
+    actual, expected = pair.actual, pair.expected
     for name, where in (("NaN", actual.isnan()), ("infinities", actual.isinf() & expected.isfinite())):
         count = int(where.sum())
         if not count:
             continue
+        asked = NEVER_WRITTEN if name == "NaN" and _as_filled(pair) else ""
         if count == actual.numel():
-            return f"it contains {name}: all of its elements"
+            return f"it contains {name}: all of its elements{asked}"
         rest = is_close(actual[~where], expected[~where], 1e-4)
         return (
             f"it contains {name}: {count} of {actual.numel()} elements"
             + (f", in {place}" if (place := tell_where(where)) else "")
             + (", and the others are right" if rest else "")
+            + asked
         )
     return ""
+
+
+NEVER_WRITTEN = (
+    ". Is it memory that nothing was written to? While grading, torch.empty gives NaN, and not zeros by chance"
+)
+
+
+def _as_filled(pair: Pair) -> bool:
+    """Whether all NaN may be torch's filling of fresh memory: it has no sign, and x86's own (of 0/0) has one."""
+    nan = pair.actual[pair.actual.isnan()]
+    exact = pair.dtype in (torch.float32, torch.float64)
+    return exact and platform.machine().lower() in ("x86_64", "amd64") and not nan.signbit().any()

@@ -100,6 +100,14 @@ def require_shards(
                 for r, value in enumerate(case.values)
             },
         )
+        for r, (answer, e) in enumerate(zip(answers, expected, strict=True)):
+            filling = answer["returned"][len(e) :]
+            trial.require(
+                not filling.any(),
+                f"given {case} its chunk is filled up with {filling.tolist()[:3]}, not with zeros",
+                help="Fill up with zeros (new_zeros), or let the chunk be shorter.",
+                rank=r,
+            )
 
 
 def require_chunks(trial: Trial, case: Case, answers: list[dict[str, Any]]) -> None:

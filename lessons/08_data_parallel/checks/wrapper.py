@@ -55,9 +55,10 @@ def step(rank: Any, seed: int, drifted: bool, weight: float, tokens: Tensor, tar
     before = weights(model)
     with rank.record() as recording:
         wrapped.finish_gradient_synchronization()
-        recording.mark("without gradients")
+        recording.mark("evaluation")
         with torch.no_grad():
             wrapped(tokens, targets)
+        recording.mark("without gradients")
         wrapped.finish_gradient_synchronization()
         recording.mark("step")
         _, loss = wrapped(tokens, targets)

@@ -204,8 +204,35 @@ def measure(rank: Any, seed: int, steps: list[Tensor]) -> dict:
         settle()
         recording.mark("gradients there")
         state = optimizer.state_dict()
-    state_bytes = storage_bytes(tensor for tensor in tensors_in(state) if tensor.dim() > 0)
-    return {"recording": recording, "state": state_bytes}
+    uneven = {order: state_of_uneven(rank, sizes) for order, sizes in uneven_sizes(rank.num_ranks).items()}
+    return {"recording": recording, "state": bytes_of_state(state), "uneven": uneven}
+
+
+def bytes_of_state(state: dict) -> int:
+    return storage_bytes(tensor for tensor in tensors_in(state) if tensor.dim() > 0)
+
+
+NUM_LARGE, LARGE = 12, 512
+"""Parameters of which a share by the number of parameters is no share by size, and the elements of each."""
+
+
+def uneven_sizes(n: int) -> dict[str, list[int]]:
+    """The sizes of parameters of which one in n is large, by where the large ones stand."""
+    return {
+        f"the first of every {n}": [LARGE, *[1] * (n - 1)] * NUM_LARGE,
+        "the first of them all": [LARGE] * NUM_LARGE + [1] * ((n - 1) * NUM_LARGE),
+    }
+
+
+def state_of_uneven(rank: Any, sizes: list[int]) -> int:
+    """Bytes of AdamW's state after a step."""
+    parameters = [nn.Parameter(torch.ones(size, device=rank.device)) for size in sizes]
+    optimizer = rank.submission.ShardedOptimizer(parameters, AdamW, rank.group, lr=0.01)
+    optimizer.zero_grad()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return bytes_of_state(optimizer.state_dict())
 
 
 def observe_memory(trial: Trial) -> SimpleNamespace:
@@ -245,6 +272,27 @@ def state_is_that_of_a_share(trial: Trial) -> None:
             rank=r,
             cause=cause,
         )
+
+
+@check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)
+def shares_are_even_where_sizes_are_not(trial: Trial) -> None:
+    """Of parameters of which one in n is large, no rank has more than its share and one large one."""
+    seen, n = trial.once(observe_memory), trial.num_ranks
+    for order, sizes in uneven_sizes(n).items():
+        size = 4 * sum(sizes)
+        states = [result["uneven"][order] for result in seen.results]
+        for r, state in enumerate(states):
+            trial.require(
+                state <= 3 * (size // n + 4 * LARGE) + SMALL,
+                f"of {len(sizes)} parameters {NUM_LARGE} are large, {order}: its state_dict() holds {state:,} "
+                f"bytes, and the state of all {size:,} bytes of weights is {2 * size:,}",
+                help="Deal out elements, or whole parameters to the rank that has the fewest so far.",
+                rank=r,
+                cause=""
+                if min(states) == max(states)
+                else "parameters are dealt out by their number, not by their size: the ranks' states have "
+                f"{', '.join(map(str, states))} bytes",
+            )
 
 
 @check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)
