@@ -84,7 +84,7 @@ class OptimizerShell(Optimizer):
         return {**whole, "params": [self.cut(p) for p in whole["params"]]}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more group of whole parameters. PyTorch adds the constructor's own so, before there is `inner`."""
+        """One more group of whole parameters; `Optimizer` adds the first ones so, before there is `inner`."""
         super().add_param_group(param_group)
         if hasattr(self, "inner"):
             self.inner.add_param_group(self._shares_of(self.param_groups[-1]))

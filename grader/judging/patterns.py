@@ -264,12 +264,12 @@ def not_finite(pair: Pair) -> str:
 
 
 NEVER_WRITTEN = (
-    ". Is it memory that nothing was written to? While grading, torch.empty gives NaN, and not zeros by chance"
+    ". Is it memory that nothing was written to? While grading, torch.empty gives NaN, not zeros by chance"
 )
 
 
 def _as_filled(pair: Pair) -> bool:
-    """Whether all NaN may be torch's filling of fresh memory: it has no sign, and x86's own (of 0/0) has one."""
+    """Whether all NaN may be torch's filling of fresh memory: it has no sign; x86's own (of 0/0) has."""
     nan = pair.actual[pair.actual.isnan()]
     exact = pair.dtype in (torch.float32, torch.float64)
     return exact and platform.machine().lower() in ("x86_64", "amd64") and not nan.signbit().any()

@@ -233,7 +233,8 @@ def gradients_leave_during_backward(trial: Trial) -> None:
         trial.require(
             bool(sent) and sent[0] < recording.last_compute("backward"),
             "no gradient was sent before backward's last matrix product",
-            help="Reduce from a hook on each parameter; a bucket that holds the whole model leaves last.",
+            help="Reduce from a hook on each parameter that is called once .grad is there: one that "
+            "register_hook takes is called before. A bucket that holds the whole model leaves last.",
             rank=r,
             cause=in_one_piece(recording),
         )

@@ -284,8 +284,8 @@ def shares_are_even_where_sizes_are_not(trial: Trial) -> None:
         for r, state in enumerate(states):
             trial.require(
                 state <= 3 * (size // n + 4 * LARGE) + SMALL,
-                f"of {len(sizes)} parameters {NUM_LARGE} are large, {order}: its state_dict() holds {state:,} "
-                f"bytes, and the state of all {size:,} bytes of weights is {2 * size:,}",
+                f"of {len(sizes)} parameters {NUM_LARGE} are large, {order}: its state_dict() holds "
+                f"{state:,} bytes, and the state of all {size:,} bytes of weights is {2 * size:,}",
                 help="Deal out elements, or whole parameters to the rank that has the fewest so far.",
                 rank=r,
                 cause=""

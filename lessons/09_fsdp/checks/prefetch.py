@@ -66,6 +66,7 @@ def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
         recording = result["recording"]
+        came, was_due = 0.0, 0
         for way, first in (("forward", 0), ("backward", DEEP.n_layer)):
             for turn in range(DEEP.n_layer):
                 number = turn if way == "forward" else DEEP.n_layer - 1 - turn
@@ -83,13 +84,18 @@ def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
                 )
                 alone = [e for e in sent if e.kind in GATHERS_ALONE]
                 blocks = num_bytes(alone) / seen.block - num_bytes(before) / seen.block
+                ends = seen.outside / seen.block if turn == 0 else 0.0  # backward may gather them again
                 trial.require(
-                    blocks <= 1.15 * due + 0.5,
-                    f"in the {way} of block {number}, {blocks:.2g} blocks were gathered or on their way in "
-                    f"this step, and {due} are due",
+                    blocks - came <= 1.15 * (due - was_due) + 0.5 + ends,
+                    f"in the {way} of block {number}, {blocks - came:.2g} blocks have been sent for since the "
+                    f"block before computed, and {due - was_due} should have been",
                     help="One block ahead, and no more: each takes memory.",
                     rank=r,
+                    cause=f"a block is sent for that this {way} has no use for: there is none to come"
+                    if due == was_due
+                    else "",
                 )
+                came, was_due = blocks, due
         last = f"forward {DEEP.n_layer - 1}"
         events = [e for e in recording.events if e.after == last or e.after.startswith("backward")]
         most = (most_ahead(events) - 2 * seen.outside) / seen.block

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, exercise, storage_bytes
 
 from .models import settle
 from .units import FROZEN, SHAPES, copies, draw_tensors, make_parameters
@@ -54,6 +54,7 @@ def come_and_go(rank: Any, tensors: list[Tensor]) -> dict:
         "same": [a is b for a, b in zip(unit.parameters, given, strict=False)],
         "sizes": [tuple(shard.shape) for shard in unit.shards],
         "trained": [shard.requires_grad for shard in unit.shards],
+        "memory": storage_bytes(unit.shards),
         "leaves": [isinstance(shard, nn.Parameter) for shard in unit.shards],
     }
 
@@ -95,6 +96,56 @@ def require_gathered(trial: Trial, seen: Any, when: str, times: float, help: str
 
 
 @check("ShardedUnit")
+def shards_are_a_share(trial: Trial) -> None:
+    """`parameters` are those given, and `shards` flat parameters beside them: P/n numbers on each rank."""
+    seen, n = trial.once(observe), trial.num_ranks
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    counts = [sum(torch.Size(size).numel() for size in result["sizes"]) for result in seen.results]
+    trained = [i != FROZEN for i in range(len(SHAPES))]
+    for r, result in enumerate(seen.results):
+        trial.require(
+            result["same"] == [True] * len(SHAPES),
+            "unit.parameters are not the given parameters, in their order",
+            help="Keep the Parameter objects: modules have them. `iter(...)` can be gone through once.",
+            rank=r,
+        )
+        trial.require(
+            len(result["sizes"]) == len(SHAPES) and all(len(size) == 1 for size in result["sizes"]),
+            f"unit.shards have the shapes {result['sizes']}, for {len(SHAPES)} parameters",
+            help="One flat shard a parameter: torch.empty(0) where this rank has nothing of it.",
+            rank=r,
+        )
+        trial.require(
+            all(result["leaves"]) and result["trained"] == trained,
+            f"the shards' requires_grad are {result['trained']}, and parameter {FROZEN} is frozen",
+            help="unit.shards[i] belongs to unit.parameters[i]."
+            if sorted(result["trained"]) == sorted(trained)
+            else "nn.Parameter(shard, parameter.requires_grad), for the optimizer.",
+            rank=r,
+            cause="the shards are in another order than the parameters"
+            if sorted(result["trained"]) == sorted(trained)
+            else "",
+        )
+        trial.require(
+            counts[r] <= sum(sizes) / n + max(sizes) + len(SHAPES),
+            f"its shards have {counts[r]} numbers, and the parameters {sum(sizes)}: a share is "
+            f"{sum(sizes) / n:.1f}",
+            help="Cut into n pieces; this rank keeps one, as a clone.",
+            rank=r,
+            cause="they are the whole parameters" if n > 1 and counts[r] >= sum(sizes) else "",
+        )
+        trial.require(
+            counts[r] <= result["memory"] // 8 and (n == 1 or result["memory"] < 8 * sum(sizes)),
+            f"its shards have {counts[r]} numbers, and the memory that they lie in has, after free(), "
+            f"room for {result['memory'] // 8}: the parameters have {sum(sizes)}",
+            help="Keep a clone() of the share: it must stay when the whole is freed.",
+            rank=r,
+            cause="they are views of the whole weights",
+        )
+    trial.require(sum(counts) >= sum(sizes), f"all ranks' shards have {sum(counts)} numbers, of {sum(sizes)}")
+
+
+@check("ShardedUnit")
 def gathered_weights_are_rank_0s(trial: Trial) -> None:
     """After gather() the given parameters have the weights of the group's rank 0."""
     seen = trial.once(observe)
@@ -114,42 +165,6 @@ def gather_waits_for_the_network(trial: Trial) -> None:
     """On a network that takes its time the weights are as right as on a fast one."""
     help = "start_gather() keeps the handle of its all-gather, and gather() calls its wait()."
     require_gathered(trial, trial.once(observe_with_delays), "second", TIMES, help)
-
-
-@check("ShardedUnit")
-def shards_are_a_share(trial: Trial) -> None:
-    """`parameters` are those given, and `shards` flat parameters beside them: P/n numbers on each rank."""
-    seen, n = trial.once(observe), trial.num_ranks
-    sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    counts = [sum(torch.Size(size).numel() for size in result["sizes"]) for result in seen.results]
-    for r, result in enumerate(seen.results):
-        trial.require(
-            result["same"] == [True] * len(SHAPES),
-            "unit.parameters are not the given parameters, in their order",
-            help="Keep the Parameter objects: modules have them. `iter(...)` can be gone through once.",
-            rank=r,
-        )
-        trial.require(
-            len(result["sizes"]) == len(SHAPES) and all(len(size) == 1 for size in result["sizes"]),
-            f"unit.shards have the shapes {result['sizes']}, for {len(SHAPES)} parameters",
-            help="One flat shard a parameter: torch.empty(0) where this rank has nothing of it.",
-            rank=r,
-        )
-        trial.require(
-            all(result["leaves"]) and result["trained"] == [i != FROZEN for i in range(len(SHAPES))],
-            f"the shards' requires_grad are {result['trained']}, and parameter {FROZEN} is frozen",
-            help="nn.Parameter(shard, parameter.requires_grad), for the optimizer.",
-            rank=r,
-        )
-        trial.require(
-            counts[r] <= sum(sizes) / n + max(sizes) + len(SHAPES),
-            f"its shards have {counts[r]} numbers, and the parameters {sum(sizes)}: a share is "
-            f"{sum(sizes) / n:.1f}",
-            help="Cut into n pieces; this rank keeps one, as a clone.",
-            rank=r,
-            cause="they are the whole parameters" if n > 1 and counts[r] >= sum(sizes) else "",
-        )
-    trial.require(sum(counts) >= sum(sizes), f"all ranks' shards have {sum(counts)} numbers, of {sum(sizes)}")
 
 
 ROWS = 64

@@ -41,7 +41,9 @@ def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gat
             trial.require(
                 result["shards"][i] == str(tensor.dtype),
                 f"the shard of a parameter in {tensor.dtype} is in {result['shards'][i]}",
-                help="Shards keep the dtype of their parameter: lay out each dtype by itself.",
+                help="param_dtype is the dtype of what is gathered: cast what you send, not what you keep."
+                if gathered
+                else "Shards keep the dtype of their parameter: lay out each dtype by itself.",
                 rank=r,
             )
             dtype = gathered or tensor.dtype

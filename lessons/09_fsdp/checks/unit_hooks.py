@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .models import build, settle
 from .runs import run
@@ -124,12 +124,14 @@ def observe(trial: Trial, depth: int) -> SimpleNamespace:
     with torch.no_grad():
         evaluated = [before(own[0][0]) for own in batches]
         stale = [before(own[0][0]) for own in batches]
+        first_is_stale = [model[1:](before[0](own[0][0])) for own in batches]
     block = bytes_of_block(model[0])
     return SimpleNamespace(
         results=results,
         evaluated=evaluated,
         outputs=outputs,
         stale=stale,
+        first_is_stale=first_is_stale,
         gradients=gradients,
         names=[name for name, _ in model.named_parameters()],
         block=block,
@@ -157,7 +159,12 @@ def require_outputs(trial: Trial, seen: Any) -> None:
         "the output of the blocks, all shards having been multiplied by 0.5,",
         [result["output"] for result in seen.results],
         seen.outputs,
-        alternatives={"it is that of the weights before": seen.stale},
+        alternatives={
+            "it is that of the weights before": seen.stale,
+            "block 0 computes with its weights of before: the forward before has left them gathered": Fault(
+                seen.first_is_stale, "After the last block no gather is due: nothing would free it."
+            ),
+        },
         help=help,
     )
 
