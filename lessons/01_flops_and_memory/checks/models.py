@@ -16,6 +16,8 @@ from nanogpt.model import GPT, GPTConfig
 
 Where = Callable[..., bool]
 PARTS = ("embedding", "attention", "mlp", "norm", "head")
+DEEP = 4
+"""Blocks that are all counted one by one."""
 
 
 # --- what is true ---
@@ -57,7 +59,13 @@ def part_of(name: str) -> str:
 def flops(
     config: GPTConfig, batch_size: int, sequence_length: int, recompute: str | None = None
 ) -> dict[str, int]:
-    """What FlopCounterMode counts: a forward by part, or with `recompute` forward and backward in all."""
+    """What FlopCounterMode counts: a forward by part, or with `recompute` forward and backward in all.
+
+    Blocks are alike: of a deep model two are counted, and what the second adds is what each further one does.
+    """
+    if config.n_layer > DEEP:
+        one, two = (flops(replace(config, n_layer=n), batch_size, sequence_length, recompute) for n in (1, 2))
+        return {part: two[part] + (config.n_layer - 2) * (two[part] - one[part]) for part in two}
     with torch.device("cpu" if config.n_embd < 100 else "meta"):  # large models are counted without numbers
         model, tokens = GPT(config), torch.zeros(batch_size, sequence_length, dtype=torch.long)
     blocks = model.transformer.h
