@@ -124,7 +124,7 @@ class Flights:
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """See an operation that is about to run: does it use a buffer that is on its way?"""
-        if not self._aloft or len(self._races) >= MOST_RACES:
+        if not self._aloft or len(self._races) >= MOST_RACES or not self._is_near(args, kwargs):
             return
         reads, writes = _used(func, args, kwargs)
         for flight in self._aloft:
@@ -136,6 +136,21 @@ class Flights:
                 self._tell(flight, "read")
             elif _meet(flight.fills, writes) or _meet(flight.sends, writes):
                 self._tell(flight, "changed")
+
+    def _is_near(self, args: Any, kwargs: Any) -> bool:
+        """Whether one of its tensors lies in a storage with something on its way: a quick look, for most do not."""
+        taken = [stretch for flight in self._aloft for stretch in (*flight.fills, *flight.sends)]
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.device.type != "cpu":
+                continue
+            first = storage.data_ptr()
+            last = first + storage.nbytes()
+            if any(stretch.first < last and first < stretch.last for stretch in taken):
+                return True
+        return False
 
     def _shares(self, func: Any, flight: Flight, reads: list[Stretch], writes: list[Stretch]) -> bool:
         """Whether a message comes into the tensor that another, not over, is sent from.
