@@ -187,7 +187,7 @@ def test_numbers_that_are_not_finite_have_a_place() -> None:
     nan = WHOLE.clone()
     nan[2] = math.nan
     told = cause([nan], [WHOLE])
-    assert told == "it contains NaN: 6 of 48 elements, in row 2 of 8, and the others are right"
+    assert told.startswith("it contains NaN: 6 of 48 elements, in row 2 of 8, and the others are right")
     assert "the others are right" not in cause([spoiled(nan, 5, 5)], [WHOLE])
 
 

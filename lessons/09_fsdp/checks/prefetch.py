@@ -87,8 +87,8 @@ def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
                 ends = seen.outside / seen.block if turn == 0 else 0.0  # backward may gather them again
                 trial.require(
                     blocks - came <= 1.15 * (due - was_due) + 0.5 + ends,
-                    f"in the {way} of block {number}, {blocks - came:.2g} blocks have been sent for since the "
-                    f"block before computed, and {due - was_due} should have been",
+                    f"in the {way} of block {number}, {blocks - came:.2g} blocks have been sent for since "
+                    f"the block before computed, and {due - was_due} should have been",
                     help="One block ahead, and no more: each takes memory.",
                     rank=r,
                     cause=f"a block is sent for that this {way} has no use for: there is none to come"
