@@ -138,7 +138,7 @@ class Flights:
                 self._tell(flight, "changed")
 
     def _is_near(self, args: Any, kwargs: Any) -> bool:
-        """Whether one of its tensors lies in a storage with something on its way: a quick look, for most do not."""
+        """Whether a tensor lies in a storage with something on its way: a quick look, as most do not."""
         taken = [stretch for flight in self._aloft for stretch in (*flight.fills, *flight.sends)]
         for tensor in tensors_in((args, kwargs)):
             if tensor.layout != torch.strided:
