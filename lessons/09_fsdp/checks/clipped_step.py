@@ -207,7 +207,7 @@ def norm_is_that_of_the_whole_gradient(trial: Trial) -> None:
     for max_norm, expected in seen.by_max_norm.items():
         clipped = [norms.clamp(max=max_norm) for norms in expected.right.norms]
         trial.close(
-            f"the norms of {NUM_STEPS} steps (max_norm={max_norm:g})",
+            f"the norm in each of {NUM_STEPS} steps (max_norm={max_norm:g})",
             [result[str(max_norm)]["norms"] for result in seen.results],
             expected.right.norms,
             alternatives={

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .fully_sharded import full, plain
-from .hybrid_slips import AGAIN, LATE, SUMMED, gradients_after, rules
+from .hybrid_slips import LATE, by_factor, gradients_after, rules
 from .meshes import NAMES, Machines, arrangements, groups_of, hybrid, run, told
 from .models import build, draw, local, odd_gpt, seeds, weights
 from .training import PASSES, Batches, Rule, train, whole_batch
@@ -167,7 +167,7 @@ def gradients_are_the_means(trial: Trial) -> None:
         return torch.stack([own[passes - 1][r][name] for r in ranks]).mean(0)
 
     for each in seen.on_machines:
-        everyone, m = range(trial.num_ranks), len(each.machines)
+        everyone = range(trial.num_ranks)
         inside = [groups_of(each.machines, r)[0] for r in everyone]
         for name in own[0][0]:
             right, first = of_ranks(everyone, name), of_ranks(everyone, name, 1)
@@ -176,17 +176,21 @@ def gradients_are_the_means(trial: Trial) -> None:
                 [result["gradients"][name] for result in each.results],
                 right,
                 alternatives={
-                    "it is the mean of its own machine: nothing was averaged across machines": [
-                        of_ranks(row, name) for row in inside
-                    ],
-                    LATE: [first + of_ranks(row, name) - of_ranks(row, name, 1) for row in inside],
-                    SUMMED: m * right,
-                    f"{SUMMED}{AGAIN}": m * right + (m - 1) * m * first,
+                    "it is the mean of its own machine: nothing was averaged across machines": Fault(
+                        [of_ranks(row, name) for row in inside], WHEN_OVER
+                    ),
+                    LATE: Fault(
+                        [first + of_ranks(row, name) - of_ranks(row, name, 1) for row in inside], WHEN_OVER
+                    ),
+                    **{
+                        slip: factor * (right - first + factors_of_first * first)
+                        for slip, (factor, factors_of_first) in by_factor(each.machines).items()
+                    },
                     "it is what this rank has computed alone: nothing was reduced": [
                         of_ranks([r], name) for r in everyone
                     ],
                 },
-                help=WHEN_OVER,
+                help="What is in .grad when backward is over is the mean over all ranks of the mesh.",
             )
 
 

@@ -13,14 +13,24 @@ from .training import Rule, mean
 
 LATE = "gradients were averaged across machines before backward had made them: an earlier pass's were"
 SUMMED = "it is that of a sum over the machines: divide by how many there are"
-AGAIN = ". What the first pass left was summed once more"
+SHRUNK = "it is divided by all ranks of the mesh: inside a machine the mean is taken already, m is left"
+
+
+def by_factor(machines: Machines) -> dict[str, tuple[float, float]]:
+    """What a slip multiplies gradients by, and what of the first of two passes it multiplies besides."""
+    m, n = len(machines), len(machines[0])
+    return {
+        SUMMED: (m, 1.0),
+        f"{SUMMED}. What the first pass left was summed once more": (m, m),
+        SHRUNK: (1 / n, 1.0),
+        f"{SHRUNK}. What the first pass left was divided once more": (1 / n, 1 / n),
+    }
 
 
 def rules(machines: Machines) -> dict[str, list[Callable[[], Rule]]]:
     """Wrong rules for the gradients of all ranks, by the sentence that tells them; one a rank, or for all."""
-    ranks, m = sorted(r for row in machines for r in row), len(machines)
+    ranks = sorted(r for row in machines for r in row)
     inside = [partial(of, groups_of(machines, r)[0]) for r in ranks]
-    total = partial(scaled, m)
     return {
         "each machine was trained on the mean of its own ranks: nothing was averaged across machines": [
             partial(Rule, combine) for combine in inside
@@ -29,8 +39,10 @@ def rules(machines: Machines) -> dict[str, list[Callable[[], Rule]]]:
         "each rank was trained on its own gradient: nothing was reduced": [
             partial(Rule, partial(of, (r,))) for r in ranks
         ],
-        SUMMED: [partial(Rule, total)],
-        f"{SUMMED}{AGAIN}": [partial(Rule, total, first_counts=m)],
+        **{
+            slip: [partial(Rule, partial(scaled, factor), first_counts=of_first)]
+            for slip, (factor, of_first) in by_factor(machines).items()
+        },
     }
 
 

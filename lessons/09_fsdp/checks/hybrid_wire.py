@@ -84,8 +84,11 @@ def only_the_shards_gradients_cross(trial: Trial) -> None:
             crossing = sent(result["recording"], across)
             gathered = sent(result["recording"], across, ("all_gather",))
             allowed = 2 * (m - 1) / m * share
+            told_anew = sent(result["recording"], across, ("broadcast",))
             cause = ""
-            if gathered > 0.9 * (m - 1) / m * seen.size and n > 1:
+            if told_anew > SMALL and crossing - told_anew > 0.9 * allowed:
+                cause = "weights are broadcast across machines in every step: once, at the start, is enough"
+            elif gathered > 0.9 * (m - 1) / m * seen.size and n > 1:
                 cause = "weights are gathered across machines: the mesh's second dimension is the machine"
             elif crossing > 1.5 * allowed and n > 1:
                 cause = "whole gradients cross, not this rank's shards of them"
