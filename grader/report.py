@@ -39,11 +39,9 @@ def exercise_lines(report: ExerciseReport, **how: str) -> Lines:
 
 
 def headline(report: ExerciseReport) -> tuple[str, str]:
-    """The exercise and its verdict: of several kinds of failure, that of the one that is told."""
-    told = told_whole(report.failed)
-    verdict = told[0].verdict if told and report.verdict in FAILURES else report.verdict
-    mark, style = MARKS[verdict]
-    summary = f"{verdict}" + (f" ({report.message})" if report.message else "")
+    """The exercise and its verdict."""
+    mark, style = MARKS[report.verdict]
+    summary = f"{report.verdict}" + (f" ({report.message})" if report.message else "")
     return f"{mark} {report.name}: {summary}{stars(report)}", f"bold {style}"
 
 

@@ -9,7 +9,7 @@ from grader.cell_output import EMPTY, Progress, show
 from grader.judging.course import find_exercise
 from grader.judging.judge import Settings, grade_exercise
 from grader.judging.submission import from_cells
-from grader.judging.verdicts import CheckReport, ExerciseReport, Verdict
+from grader.judging.verdicts import CheckReport, ExerciseReport, Verdict, combine
 from grader.ranks.launcher import ROOT, shared_launcher
 from nanogpt.implementation import Cell
 
@@ -79,7 +79,8 @@ def test_what_passed_is_folded_where_something_failed(shown: Shown) -> None:
 def test_the_headline_is_the_verdict_of_what_is_told(shown: Shown) -> None:
     hung = CheckReport("c", "It ends.", Verdict.HUNG, "with 2 ranks", "deadlock")
     skipped = CheckReport("d", "It ends twice.", Verdict.SKIPPED)
-    show(ExerciseReport("07", "total", Verdict.HUNG, (PASSED, WRONG, hung, skipped)))
+    checks = PASSED, WRONG, hung, skipped
+    show(ExerciseReport("07", "total", combine(checks), checks))
     text = shown.bundles[0]["text/plain"]
     assert text.splitlines()[0] == "✗ total: wrong"
     assert "(- means: not looked at" in text

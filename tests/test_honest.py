@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grader.judging.judge import Settings, grade_submission
-from grader.judging.verdicts import ExerciseReport, Verdict
+from grader.judging.verdicts import CheckReport, ExerciseReport, Verdict, combine
 from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import Launcher, Limits
 from grader.work import find_work
@@ -300,3 +300,17 @@ def test_slow_imports_are_stopped(tmp_path: Path, launcher: Launcher) -> None:
     report = look(tmp_path, "import time\ntime.sleep(100)\n" + CORRECT, launcher, idle=1.5)
     assert report.verdict == Verdict.HUNG
     assert "rank 0 stood in submission.py, line 2: `time.sleep(100)`" in report.details
+
+
+def test_an_exercises_verdict_is_that_of_the_check_that_is_told() -> None:
+    def verdict(*kinds: Verdict) -> Verdict:
+        checks = [CheckReport(f"check_{i}", "It holds.", kind) for i, kind in enumerate(kinds)]
+        return combine(checks)
+
+    good, wrong, crashed, stub = Verdict.PASSED, Verdict.WRONG, Verdict.CRASHED, Verdict.NOT_ATTEMPTED
+    assert verdict(good, wrong, crashed) == wrong
+    assert verdict(good, crashed, wrong) == crashed
+    assert verdict(wrong, stub, wrong) == stub  # what a stub inside returns is wrong for that reason
+    assert verdict(wrong, crashed, Verdict.GRADER_ERROR) == Verdict.GRADER_ERROR
+    assert verdict(wrong, Verdict.REFUSED) == Verdict.REFUSED
+    assert verdict(good, Verdict.SKIPPED) == good

@@ -131,18 +131,16 @@ class ExerciseReport:
 
 
 def combine(reports: Sequence[CheckReport]) -> Verdict:
-    """An exercise's verdict: the worst of its checks; of an optional one, only that the grader failed."""
+    """An exercise's verdict; of an optional check it says only that the grader failed.
+
+    Of several kinds of failure it is the first failing check's, which is the one that is told.
+    """
     verdicts = [r.verdict for r in reports if not r.optional or r.verdict == Verdict.GRADER_ERROR]
-    order = (
-        Verdict.GRADER_ERROR,
-        Verdict.REFUSED,
-        Verdict.OUT_OF_MEMORY,
-        Verdict.HUNG,
-        Verdict.CRASHED,
-        Verdict.NOT_ATTEMPTED,
-        Verdict.WRONG,
-    )
-    for verdict in order:
-        if verdict in verdicts:
+    failed = [verdict for verdict in verdicts if verdict not in (Verdict.PASSED, Verdict.SKIPPED)]
+    for verdict in (Verdict.GRADER_ERROR, Verdict.REFUSED):
+        if verdict in failed:
             return verdict
+    if failed:
+        stubs = set(failed) == {Verdict.NOT_ATTEMPTED, Verdict.WRONG}  # a stub inside makes the rest wrong
+        return Verdict.NOT_ATTEMPTED if stubs else failed[0]
     return Verdict.PASSED if Verdict.PASSED in verdicts else Verdict.SKIPPED
