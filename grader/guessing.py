@@ -73,9 +73,10 @@ def factor(guess: float | None, truth: float) -> str:
     ratio = guess / truth
     if 1 / NEAR <= ratio <= NEAR or guess == _rounded_like(guess, truth):
         return "right"
-    times = f"{ratio:.1f}" if 0.1 <= ratio < 10 else f"{ratio:.2g}"
-    back = f"{1 / ratio:.1f}" if ratio > 0.1 else f"{1 / ratio:.2g}"
-    return f"{times} times too high" if ratio > 1 else f"{back} times too low"
+    times = max(ratio, 1 / ratio)
+    rounded = float(f"{times:.2g}")
+    told = f"{times:.1f}" if times < 10 else f"{rounded:,.0f}" if times < 1e6 else f"{times:.0e}"
+    return f"{told} times too {'high' if ratio > 1 else 'low'}"
 
 
 def number(value: float) -> str:

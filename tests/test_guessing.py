@@ -17,6 +17,8 @@ TRUTHS = [Truth("bytes", "bytes <sent>", 5.28, "MB", "2 (n-1)/n S"), Truth("rank
         (5.2, 5.0, "right"),
         (10.0, 5.0, "2.0 times too high"),
         (2.5, 5.0, "2.0 times too low"),
+        (1600.0, 5.0, "320 times too high"),
+        (5.0, 61_234.0, "12,000 times too low"),
         (5e6, 5.0, "1e+06 times too high"),
         (5e-6, 5.0, "1e+06 times too low"),
         (-5.0, 5.0, "another sign"),
