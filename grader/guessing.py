@@ -75,7 +75,7 @@ def factor(guess: float | None, truth: float) -> str:
         return "right"
     times = max(ratio, 1 / ratio)
     rounded = float(f"{times:.2g}")
-    told = f"{times:.1f}" if times < 10 else f"{rounded:,.0f}" if times < 1e6 else f"{times:.0e}"
+    told = f"{times:.1f}" if times < 10 else f"{rounded:,.0f}" if rounded < 1e6 else f"{times:.0e}"
     return f"{told} times too {'high' if ratio > 1 else 'low'}"
 
 
