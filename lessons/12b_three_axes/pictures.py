@@ -76,6 +76,7 @@ def draw_axes(predict: Callable, assemble: Callable, techniques: Mapping, sharde
         yticklabels=list(found),
         xlabel="MB that a rank sends in a step",
     )
+    panel.margins(x=0.05)
     panel.invert_yaxis()
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in AXES.values()]
     handles += [plt.Rectangle((0, 0), 1, 1, color=GREY, alpha=0.45), plt.Rectangle((0, 0), 1, 1, color=GREY)]
