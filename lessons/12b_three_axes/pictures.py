@@ -62,7 +62,7 @@ def draw_axes(predict: Callable, assemble: Callable, techniques: Mapping, sharde
     for i, (told, (predicted, recorded)) in enumerate(found.items()):
         for j, (name, each) in enumerate((("predicted", predicted), ("recorded", recorded))):
             left = 0.0
-            for axis, color in AXES.items():
+            for axis, color in ((axis, color) for axis, color in AXES.items() if each[axis]):
                 alpha = 0.45 if name == "predicted" else 1.0
                 panel.barh(i + 0.38 * j, each[axis] / 1e6, 0.34, left=left / 1e6, color=color, alpha=alpha)
                 left += each[axis]
@@ -76,7 +76,6 @@ def draw_axes(predict: Callable, assemble: Callable, techniques: Mapping, sharde
         yticklabels=list(found),
         xlabel="MB that a rank sends in a step",
     )
-    panel.margins(x=0.05)
     panel.invert_yaxis()
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in AXES.values()]
     handles += [plt.Rectangle((0, 0), 1, 1, color=GREY, alpha=0.45), plt.Rectangle((0, 0), 1, 1, color=GREY)]
