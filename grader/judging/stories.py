@@ -8,6 +8,7 @@ from dataclasses import replace
 from grader.judging import messages
 from grader.judging.crashes import why_crashed
 from grader.judging.verdicts import CheckEnded, Verdict
+from grader.judging.wording import of_ranks
 from grader.ranks.launcher import Limits, RankReport, RunReport
 from grader.ranks.recording import COLLECTIVES, Event
 
@@ -15,6 +16,7 @@ Locate = Callable[[str, int], str]
 """File and line of the learner's code → such as "cell 3, line 7: `dist.all_reduce(x)`"; "" for other code."""
 
 _CONNECTION = re.compile(r"connection (reset|closed|refused)|socket timeout|broken pipe|peer", re.IGNORECASE)
+_NEW_GROUP = re.compile(r'distributed_c10d\.py", line \d+ in (?:new_group|new_subgroups)')
 _MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate", re.IGNORECASE)
 
 
@@ -207,7 +209,8 @@ def _hang(
     else:
         what = f"deadlock: {'nothing' if name.alone else 'no rank'} moved for {limits.idle:g} seconds"
     parted = (
-        _outside(ranks, locate, name)
+        _making_groups(ranks)
+        or _outside(ranks, locate, name)
         or disagreement(ranks, locate, name)
         or messages.unmatched(ranks, locate)
     )
@@ -220,6 +223,21 @@ def _hang(
         if busy or name.alone
         else "Every rank must reach every collective of its group, in the same order.",
         details=places,
+    )
+
+
+def _making_groups(ranks: Sequence[RankReport]) -> CheckEnded | None:
+    """Ranks that make groups which others do not make: torch waits for all of them, and says nothing."""
+    there = [r for r, rank in enumerate(ranks) if rank.status == "running" and _NEW_GROUP.search(rank.stack)]
+    if not there:
+        return None
+    return CheckEnded(
+        Verdict.WRONG,
+        f"{of_ranks(there)} waited in dist.new_group",
+        "a group is made by all ranks of the world together, also by those that are not in it: here some did "
+        "not call new_group, or for other ranks",
+        "Use the group that you are given. Where you must make some, call new_group on every rank for every "
+        "group, in the same order, and keep the one that this rank is in.",
     )
 
 
