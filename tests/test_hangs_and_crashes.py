@@ -115,7 +115,7 @@ def test_deadlock_is_told_in_seconds(name: str, tmp_path: Path, launcher: Launch
 
 def test_a_group_that_its_members_alone_make_is_told(tmp_path: Path, launcher: Launcher) -> None:
     lines = "dist.new_group([0, 1] if group.rank() == 0 else [1])"
-    report = look(tmp_path, twisted(lines), launcher, timeout=4)  # torch asks again and again: that is no rest
+    report = look(tmp_path, twisted(lines), launcher, timeout=4)  # torch polls meanwhile, which is no rest
     assert report.verdict == Verdict.HUNG
     assert "waited in dist.new_group" in report.message
     assert "made by all ranks of the world together" in report.cause

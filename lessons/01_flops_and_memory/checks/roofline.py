@@ -72,6 +72,9 @@ def roofline_slips(m: int, k: int, n: int, size: int, peak: float, bandwidth: fl
         "bytes_per_number is an argument: it is not always 4": of(every, 4),
         "the product is read as well: it is written once, and that is all": of(every + m * n),
         "right for three matrices of one size alone: each has its own": of(3 * m * k),
+        "FLOPs a byte are rounded down to a whole number: divide with / where // stands": min(
+            peak, flops // (every * size) * bandwidth
+        ),
         "these are FLOPs a byte: times bytes a second, they are FLOP/s": flops / (moving * bandwidth),
         "a fraction of the peak: FLOP/s are asked for": right / peak,
     }

@@ -69,12 +69,22 @@ def weighed(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Ten
     return loss.detach(), leaf.grad
 
 
-def by_weight(seen: SimpleNamespace, i: int, weigh: Any, n: int) -> list[tuple[Tensor, Tensor]]:
-    """Loss and gradient of every rank, weighed by a function of counts along data and this rank's place."""
+def by_weight(
+    seen: SimpleNamespace, i: int, weigh: Any, n: int, least: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Loss and gradient of every rank, weighed by a function of counts along data and this rank's place.
+
+    Targets from `least` on are counted.
+    """
     sizes, shares = seen.plans[i], seen.drawn[i]
-    counts = [int((targets != -1).sum()) for _, targets in shares]
+    counts = [int((targets >= least).sum()) for _, targets in shares]
     own = [place(r, sizes)["data"] for r in range(n)]
     return [weighed(*shares[p], weigh(counts, p, sizes)) for p in own]
+
+
+def by_share(counts: list[int], p: int, sizes: dict[str, int]) -> float:
+    """The weight that is right."""
+    return counts[p] * sizes["data"] / sum(counts)
 
 
 UNWEIGHED = "it is not weighed: by no count, by one of all targets, or along a dimension of one rank"
@@ -93,6 +103,9 @@ def others(n: int) -> dict[str, Any]:
         "it is this rank's part of the mean: the mean along data divides once more": (
             lambda counts, p, sizes: counts[p] / sum(counts)
         ),
+        "the weight is rounded down to a whole number: divide with / where // stands": (
+            lambda counts, p, sizes: counts[p] * sizes["data"] // sum(counts)
+        ),
     }
 
 
@@ -101,16 +114,16 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
     for i, sizes in enumerate(seen.plans):
         if alone != (sizes["data"] == trial.num_ranks):
             continue
-        right = by_weight(seen, i, lambda counts, p, s: counts[p] * s["data"] / sum(counts), trial.num_ranks)
-        slips = {
-            words: [each[part] for each in by_weight(seen, i, weigh, trial.num_ranks)]
-            for words, weigh in others(trial.num_ranks).items()
-        }
+        n = trial.num_ranks
+        right = by_weight(seen, i, by_share, n)
+        by_slip = {words: by_weight(seen, i, weigh, n) for words, weigh in others(n).items()}
+        by_slip["targets of 0 are not counted: -1 alone does not count"] = by_weight(seen, i, by_share, n, 1)
+        slips = {words: [each[part] for each in found] for words, found in by_slip.items()}
         trial.close(
             f"{what} on a mesh of {told(sizes)}",
             [result[i]["gradient" if part else "loss"] for result in seen.results],
             [each[part] for each in right],
-            slips if trial.num_ranks > 1 else {},
+            slips if n > 1 else {},
             help="loss · counted · d / counted by all places along data",
             rtol=1e-5,  # counts may be divided in float32
         )
