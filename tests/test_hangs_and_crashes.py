@@ -121,6 +121,16 @@ def test_a_group_that_its_members_alone_make_is_told(tmp_path: Path, launcher: L
     assert "made by all ranks of the world together" in report.cause
 
 
+@pytest.mark.parametrize("nobody", [2, -3])
+def test_a_message_to_a_rank_that_is_not_there_is_told(
+    nobody: int, tmp_path: Path, launcher: Launcher
+) -> None:
+    lines = f"if not group.rank(): dist.send(x, group=group, group_dst={nobody})\ndist.barrier(group)"
+    report = look(tmp_path, twisted(lines), launcher, timeout=4)
+    assert report.verdict in (Verdict.HUNG, Verdict.CRASHED)  # gloo waits for it, later versions may not
+    assert f"there is no rank {nobody}" in everything(report)
+
+
 def test_a_message_that_nobody_waits_for_is_told_in_seconds() -> None:
     """Gloo's thread spins for ever on the dropped message: that is no progress."""
 

@@ -248,7 +248,7 @@ def _caller() -> FrameType | None:
 def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[Stretch]]:
     """What a call of torch.distributed sends from, and what it fills."""
     first, second = list(_stretches(args[:1])), list(_stretches(args[1:2]))
-    at_root = event.peer is not None and event.group[event.peer] == dist.get_rank()
+    at_root = event.peer is not None and event.group[event.peer : event.peer + 1] == (dist.get_rank(),)
     if name == "send" or (name == "broadcast_" and at_root) or (name == "reduce_" and not at_root):
         return first, []
     return second, first

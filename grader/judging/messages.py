@@ -16,9 +16,28 @@ SAME_SIZE = "Both sides of a message need tensors of the same size and dtype."
 
 def seen_from(event: Event, group: Sequence[int]) -> Event:
     """An event of a smaller group, whose peer is called by its number in the group of the run."""
-    if event.peer is None or not set(event.group) <= set(group):
+    if event.peer is None or not is_there(event) or not set(event.group) <= set(group):
         return event
     return replace(event, peer=group.index(event.group[event.peer]))
+
+
+def is_there(event: Event) -> bool:
+    """Whether its peer is a rank of its group."""
+    return event.peer is None or 0 <= event.peer < len(event.group)
+
+
+def to_nobody(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """A message to or from a rank that the group does not have: gloo waits for it all the same."""
+    for r, rank in enumerate(ranks):
+        for event in rank.events:
+            if not is_there(event):
+                return CheckEnded(
+                    Verdict.WRONG,
+                    f"rank {r} called {told(event, locate)}, in a group of {len(event.group)} ranks",
+                    f"there is no rank {event.peer}: its ranks are 0 to {len(event.group) - 1}",
+                    "Is it right for powers of two alone? Who has no partner in a round sends nothing.",
+                )
+    return None
 
 
 def told(event: Event, locate: Locate) -> str:

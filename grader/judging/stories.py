@@ -210,6 +210,7 @@ def _hang(
         what = f"deadlock: {'nothing' if name.alone else 'no rank'} moved for {limits.idle:g} seconds"
     parted = (
         _making_groups(ranks)
+        or messages.to_nobody(ranks, locate)
         or _outside(ranks, locate, name)
         or disagreement(ranks, locate, name)
         or messages.unmatched(ranks, locate)
