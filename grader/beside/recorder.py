@@ -147,6 +147,8 @@ class Recorder(TorchDispatchMode):
         self.flights.before(func, args, kwargs)
         if event is not None:
             self._on_event(event)
+            if event.peer is not None and not 0 <= event.peer < len(event.group):
+                raise IndexError(f"there is no rank {event.peer} in a group of {len(event.group)}")
             if self._delays is not None:
                 time.sleep(self._delays.uniform(0.0, 0.04))
         result = func(*args, **kwargs)

@@ -27,12 +27,12 @@ def is_there(event: Event) -> bool:
 
 
 def to_nobody(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
-    """A message to or from a rank that the group does not have: gloo waits for it all the same."""
+    """A message to or from a rank that the group does not have. gloo would wait, or read past its end."""
     for r, rank in enumerate(ranks):
         for event in rank.events:
             if not is_there(event):
                 return CheckEnded(
-                    Verdict.WRONG,
+                    Verdict.CRASHED,
                     f"rank {r} called {told(event, locate)}, in a group of {len(event.group)} ranks",
                     f"there is no rank {event.peer}: its ranks are 0 to {len(event.group) - 1}",
                     "Is it right for powers of two alone? Who has no partner in a round sends nothing.",

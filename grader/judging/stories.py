@@ -100,6 +100,9 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
     first = ranks[failed[0]]
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+    nobody = messages.to_nobody(ranks, locate)
+    if nobody:
+        return nobody
     parted = disagreement(ranks, locate, name) or messages.misfit(ranks, locate)
     if first.status == "dead":
         return _dead(name.who(failed[0]), first, locate, parted)
@@ -210,7 +213,6 @@ def _hang(
         what = f"deadlock: {'nothing' if name.alone else 'no rank'} moved for {limits.idle:g} seconds"
     parted = (
         _making_groups(ranks)
-        or messages.to_nobody(ranks, locate)
         or _outside(ranks, locate, name)
         or disagreement(ranks, locate, name)
         or messages.unmatched(ranks, locate)
