@@ -111,9 +111,20 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             rank=rank,
         )
         trial.require(result["no_loss"], "a loss was returned without targets", rank=rank)
-    trial.close(
-        f"the logits of the last position ({seen.name})", each_rank(seen, "last"), seen.last, help=help
-    )
+    for where, key in (("", "last"), (" in training, without targets", "last in training")):
+        trial.close(
+            f"the logits of the last position{where} ({seen.name})",
+            each_rank(seen, key),
+            seen.last,
+            help=help,
+        )
+    for what, key, same_as in (("the loss", "quiet loss", "loss"), ("the logits", "quiet", "logits")):
+        trial.close(
+            f"{what} in evaluation under no_grad, with targets ({seen.name})",
+            each_rank(seen, key),
+            each_rank(seen, same_as),
+            help="Whether there are targets decides what is returned, and no mode of the model.",
+        )
     ranges = ranges_of(seen)
     if ranges is not None:
         trial.close(

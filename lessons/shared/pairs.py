@@ -8,6 +8,8 @@ from torch import Tensor
 
 from grader.checks import BACKWARD, Trial, backward, each_rank, is_close
 
+from .evaluation import evaluates_alike, without_gradients
+
 Draw = Callable[[Trial, str, torch.dtype], SimpleNamespace]
 """For a function's name: `xs` and `upstreams` by rank, and what is right, `outputs` and `gradients`."""
 
@@ -40,6 +42,7 @@ def one_pair(rank, function: Callable, x: Tensor, upstream: Tensor, transposed: 
         backward(y, upstream)
     return {
         "output": y,
+        "evaluation": {"silent": without_gradients(function, x.clone(), rank.group)},
         "gradient": leaf.grad,
         "x_changed": not torch.equal(before, after_forward),
         "upstream_changed": not torch.equal(given, upstream),
@@ -91,6 +94,10 @@ class Pairs:
                 help="A residual connection hands it to its other branch, too: change a contiguous copy.",
                 rank=rank,
             )
+
+    def work_without_gradients(self, trial: Trial, name: str) -> None:
+        """Under no_grad the output is the same."""
+        evaluates_alike(trial, self.plain(trial, name).results)
 
     def take_any_kind(self, trial: Trial, name: str) -> None:
         """Other dtypes, and tensors that lie differently in memory on different ranks."""

@@ -34,6 +34,7 @@ from .branches import (
     BRANCHES,
     branch_communication,
     branch_dropout,
+    branch_in_evaluation,
     branch_output,
     branch_refusal_probe,
 )
@@ -272,3 +273,9 @@ def attention_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     config = small_config(trial, n_head=heads, n_embd=heads * 12)  # the width divides; the heads do not
     results = trial.run(branch_refusal_probe, "tensor_parallel_attention", config)
     refused(trial, results, heads)
+
+
+@check("tensor_parallel_attention", world_sizes=(2,), subgroup=False)
+def attention_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    branch_in_evaluation(trial, "tensor_parallel_attention")

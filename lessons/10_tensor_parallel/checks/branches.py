@@ -18,6 +18,7 @@ from lessons_shared.cut_gpt import (
     describe,
     small_config,
 )
+from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import refusal_of
 from nanogpt.model import MLP, CausalSelfAttention, GPTConfig
 
@@ -48,6 +49,7 @@ def one_branch(rank, name: str, config: dict, weights: dict, x: Tensor, upstream
         "recording": recording,
         "given_back": branch is given,
         **describe(branch),
+        "evaluation": in_evaluation(branch, x, upstream),
     }
 
 
@@ -99,6 +101,11 @@ def branch_output(trial: Trial, name: str, partial) -> None:
         trial.close(
             f"the output ({kind})", each_rank(seen, "output"), seen.dense.output, alternatives=alternatives
         )
+
+
+def branch_in_evaluation(trial: Trial, name: str) -> None:
+    for kind, seen in trial.once(BRANCHES[name]).items():
+        evaluates_alike(trial, seen.results, kind)
 
 
 def branch_communication(trial: Trial, name: str) -> None:

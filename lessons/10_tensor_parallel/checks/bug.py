@@ -18,6 +18,7 @@ from grader.checks import (
     weights_of,
 )
 from lessons_shared.cut_gpt import describe, own_part
+from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.wire import wire_bytes
 
 from .branches import dense_branch
@@ -74,7 +75,11 @@ def multi_query_probe(rank, width: int, num_heads: int, weights: dict, x: Tensor
     gradient = None if x.grad is None else x.grad.clone()
     backward(layer(x), upstream)
     twice = describe(layer)["gradients"]
-    return {"output": y, "gradient": gradient, "recording": recording, **held, "twice": twice}
+    evaluation = in_evaluation(layer, x, upstream)
+    return {
+        "output": y, "gradient": gradient, "recording": recording, **held, "twice": twice,
+        "evaluation": evaluation,
+    }  # fmt: skip
 
 
 def observe_multi_query(trial: Trial) -> SimpleNamespace:
@@ -160,3 +165,9 @@ def bug_fix_sends_little(trial: Trial) -> None:
             f"the backward sent {told(events)}: more than the gradients of x and of the one key head need",
             rank=rank,
         )
+
+
+@check("MultiQueryAttention", world_sizes=(2,), subgroup=False)
+def multi_query_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    evaluates_alike(trial, trial.once(observe_multi_query).results)

@@ -16,7 +16,14 @@ from grader.checks import (
 from lessons_shared.refusals import refused, undividable
 from lessons_shared.wire import computes_a_share, nothing_travels
 
-from .linears import LINEAR, copies, dtype_stays, linear_refusal_probe, weight_alternatives
+from .linears import (
+    LINEAR,
+    copies,
+    dtype_stays,
+    linear_refusal_probe,
+    same_in_evaluation,
+    weight_alternatives,
+)
 from .shared import SIZES, gather_costs, one_all_reduce, used_twice, uses_add_up
 from .starts import is_zero, starts_as_slices
 
@@ -55,6 +62,12 @@ def weight_is_this_ranks_rows(trial: Trial) -> None:
 def column_shards_stand_alone(trial: Trial) -> None:
     """`from_linear` copies: no views that keep the whole weight alive, and no bias where there was none."""
     copies(trial, "ColumnParallelLinear")
+
+
+@check("ColumnParallelLinear", world_sizes=(2, 3), subgroup=False)
+def column_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    same_in_evaluation(trial, "ColumnParallelLinear")
 
 
 @check("ColumnParallelLinear", world_sizes=(2,), subgroup=False)

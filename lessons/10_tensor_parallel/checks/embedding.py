@@ -21,6 +21,7 @@ from lessons_shared.cut_gpt import (
     describe,
     row_ranges,
 )
+from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import undividable
 from lessons_shared.wire import nothing_travels
 
@@ -59,10 +60,11 @@ def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor) -> dict:
         "output": y,
         "recording": recording,
         "idx_changed": not torch.equal(before, idx),
-        "twice": layer.weight.grad,
+        "twice": None if layer.weight.grad is None else layer.weight.grad.clone(),
         "weight": layer.weight.detach(),
         "held": held["held"],
         "weights": held["weights"],
+        "evaluation": in_evaluation(layer, idx),
     }
 
 
@@ -230,3 +232,10 @@ def embedding_sends_one_all_reduce_forward(trial: Trial) -> None:
 def embedding_starts_as_rows(trial: Trial) -> None:
     """Built directly, the ranks' rows are those of one random table: no two ranks have the same."""
     starts_as_slices(trial, "VocabParallelEmbedding", (24 * trial.num_ranks, 48), (24, 48))
+
+
+@check("VocabParallelEmbedding", world_sizes=(2,), subgroup=False)
+def embedding_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() the output is that of training."""
+    for name, seen in trial.once(observe_embedding).items():
+        evaluates_alike(trial, seen.results, name)

@@ -20,6 +20,7 @@ from grader.checks import (
 from lessons_shared.cut_gpt import (
     own_part,
 )
+from lessons_shared.evaluation import evaluates_alike, without_gradients
 
 from .shared import SIZES
 
@@ -51,7 +52,16 @@ def one_entropy(rank, case: dict) -> dict:
         unchanged = torch.equal(before, logits.detach()) and torch.equal(targets, case["targets"])
         recording.mark(BACKWARD)
         (loss * case["factor"]).backward()
-    return {"loss": loss, "gradient": leaf.grad, "unchanged": unchanged, "recording": recording}
+    call = rank.submission.vocab_parallel_cross_entropy
+    silent = without_gradients(call, leaf.detach(), targets, rank.group)
+    return {
+        "output": loss,
+        "evaluation": {"silent": silent},
+        "loss": loss,
+        "gradient": leaf.grad,
+        "unchanged": unchanged,
+        "recording": recording,
+    }
 
 
 def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
@@ -311,3 +321,10 @@ def full_logits_never_exist(trial: Trial) -> None:
                 help="Work on copies.",
                 rank=rank,
             )
+
+
+@check("vocab_parallel_cross_entropy", world_sizes=(2,), subgroup=False)
+def loss_is_the_same_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the loss is the same."""
+    for name, seen in trial.once(observe_entropy).items():
+        evaluates_alike(trial, seen.results, name)

@@ -152,6 +152,12 @@ def takes_any_layout_and_dtype(trial: Trial) -> None:
     PAIRS.take_any_kind(trial, "copy_to_group")
 
 
+@check("copy_to_group", world_sizes=(2,), subgroup=False)
+def copy_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    PAIRS.work_without_gradients(trial, "copy_to_group")
+
+
 @check("reduce_from_group")
 def output_is_the_sum(trial: Trial) -> None:
     """The forward returns the sum of all ranks' x on every rank."""
@@ -202,6 +208,12 @@ def leaves_its_inputs_alone_too(trial: Trial) -> None:
 def takes_any_layout_and_dtype_too(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "reduce_from_group")
+
+
+@check("reduce_from_group", world_sizes=(2,), subgroup=False)
+def reduce_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    PAIRS.work_without_gradients(trial, "reduce_from_group")
 
 
 @check("gather_from_group")
@@ -257,6 +269,12 @@ def gather_leaves_its_inputs_alone(trial: Trial) -> None:
 def gather_takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "gather_from_group")
+
+
+@check("gather_from_group", world_sizes=(2,), subgroup=False)
+def gather_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    PAIRS.work_without_gradients(trial, "gather_from_group")
 
 
 @check("scatter_to_group")
@@ -315,6 +333,12 @@ def scatter_leaves_its_inputs_alone(trial: Trial) -> None:
 def scatter_takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "scatter_to_group")
+
+
+@check("scatter_to_group", world_sizes=(2,), subgroup=False)
+def scatter_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    PAIRS.work_without_gradients(trial, "scatter_to_group")
 
 
 def scatter_refusal_probe(rank, x: Tensor) -> dict:

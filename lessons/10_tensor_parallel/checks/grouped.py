@@ -22,6 +22,7 @@ from grader.checks import (
 )
 from lessons_shared.cut_gpt import describe, fused_of, own_part, shape_of
 from lessons_shared.cut_gpt_checks import given_one_is_changed
+from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import refusal_of
 from lessons_shared.wire import computes_a_share, wire_bytes
 from nanogpt.grouped import GroupedQueryAttention
@@ -77,6 +78,7 @@ def one_grouped(
         "given_back": attention is given,
         "twice": describe(attention)["gradients"],
         **held,
+        "evaluation": in_evaluation(attention, x, upstream),
     }
 
 
@@ -358,3 +360,10 @@ def heads_that_can_not_be_shared_out_are_refused(trial: Trial) -> None:
                 help="Ask both before you replace anything.",
                 rank=rank,
             )
+
+
+@check("tensor_parallel_grouped_attention", world_sizes=(2,), subgroup=False)
+def grouped_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    for seen in trial.once(observe):
+        evaluates_alike(trial, seen.results, seen.told)

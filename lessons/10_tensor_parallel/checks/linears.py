@@ -17,6 +17,7 @@ from grader.checks import (
 from lessons_shared.cut_gpt import (
     own_part,
 )
+from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import refusal_of
 
 
@@ -41,7 +42,7 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         backward(y, case["upstream"])
     dense_changed = not torch.equal(linear.weight, case["weight"])
     backward(layer(x.detach()), case["upstream"])  # a second pass adds to what is there
-    twice = {name: p.grad for name, p in layer.named_parameters()}
+    twice = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
     return {
         "output": y,
         "gradient": x.grad,
@@ -49,6 +50,7 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         "twice": twice,
         "held": held,
         "dense_changed": dense_changed,
+        "evaluation": in_evaluation(layer, x, case["upstream"]),
         "recording": recording,
     }
 
@@ -152,6 +154,12 @@ def copies(trial: Trial, kind: str) -> None:
                 rank=rank,
             )
             trial.require(not result["dense_changed"], "from_linear changed the dense layer", rank=rank)
+
+
+def same_in_evaluation(trial: Trial, kind: str) -> None:
+    """In eval mode and under no_grad a layer does what it does in training."""
+    for name, seen in trial.once(LINEAR[kind]).items():
+        evaluates_alike(trial, seen.results, name)
 
 
 def dtype_probe(rank, kind: str, size: int) -> dict:

@@ -24,6 +24,7 @@ from .branches import (
     BRANCHES,
     branch_communication,
     branch_dropout,
+    branch_in_evaluation,
     branch_output,
     branch_refusal_probe,
 )
@@ -142,3 +143,9 @@ def mlp_refuses_what_does_not_divide(trial: Trial) -> None:
     config = small_config(trial, n_embd=width, n_head=1)
     results = trial.run(branch_refusal_probe, "tensor_parallel_mlp", config)
     refused(trial, results, 4 * width)
+
+
+@check("tensor_parallel_mlp", world_sizes=(2,), subgroup=False)
+def mlp_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    branch_in_evaluation(trial, "tensor_parallel_mlp")

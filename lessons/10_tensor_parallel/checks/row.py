@@ -15,7 +15,14 @@ from grader.checks import (
 from lessons_shared.refusals import refused, undividable
 from lessons_shared.wire import computes_a_share, nothing_travels
 
-from .linears import LINEAR, copies, dtype_stays, linear_refusal_probe, weight_alternatives
+from .linears import (
+    LINEAR,
+    copies,
+    dtype_stays,
+    linear_refusal_probe,
+    same_in_evaluation,
+    weight_alternatives,
+)
 from .shared import SIZES, gather_costs, one_all_reduce
 from .starts import is_zero, starts_as_slices
 
@@ -60,6 +67,12 @@ def weight_is_this_ranks_columns(trial: Trial) -> None:
 def row_shards_stand_alone(trial: Trial) -> None:
     """`from_linear` copies: no views that keep the whole weight alive, and no bias where there was none."""
     copies(trial, "RowParallelLinear")
+
+
+@check("RowParallelLinear", world_sizes=(2, 3), subgroup=False)
+def row_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    same_in_evaluation(trial, "RowParallelLinear")
 
 
 @check("RowParallelLinear", world_sizes=(2,), subgroup=False)

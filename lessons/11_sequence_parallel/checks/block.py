@@ -20,6 +20,7 @@ from grader.checks import (
 )
 from lessons_shared.cut_gpt import cut_dim, describe, gradients_of, small_config
 from lessons_shared.cut_gpt_checks import given_one_is_changed, matrices_are_cut
+from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most
 from nanogpt.model import Block, GPTConfig
@@ -99,6 +100,7 @@ def one_block(rank, config: dict, weights: dict, x: Tensor, upstream: Tensor) ->
         "twice": gradients_of(block),
         "recording": recording,
         **held,
+        "evaluation": in_evaluation(block, x, upstream),
     }
 
 
@@ -316,3 +318,10 @@ def block_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     heads = undividable(trial)
     config = small_config(trial, n_head=heads, n_embd=heads * 12)  # the width divides; the heads do not
     refused(trial, trial.run(refusal_probe, config), heads)
+
+
+@check("sequence_parallel_block", world_sizes=(2,), subgroup=False)
+def block_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training without dropout."""
+    for seen in trial.once(observe_block).plain:
+        evaluates_alike(trial, seen.results)

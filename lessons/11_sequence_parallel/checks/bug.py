@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
 from lessons_shared.cut_gpt import describe, gradients_of
+from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.wire import sends_at_most
 
 from .shared import SIZES
@@ -44,7 +45,7 @@ def adapter_probe(rank, sizes: tuple, weights: dict, x: Tensor, upstream: Tensor
     backward(layer(x), upstream)
     return {
         "output": y, "gradient": gradient, "twice": gradients_of(layer), "recording": recording,
-        "zero_at_first": zero_at_first, **held,
+        "zero_at_first": zero_at_first, **held, "evaluation": in_evaluation(layer, x, upstream),
     }  # fmt: skip
 
 
@@ -143,3 +144,9 @@ def adapter_sends_little(trial: Trial) -> None:
     )
     means = "one all-gather of y's gradient, r numbers a token, and a sum of up's gradient"
     sends_at_most(trial, seen, BACKWARD, whole + 2 * thin + 2 * up, means, help)
+
+
+@check("AdaptedRowLinear", world_sizes=(2,), subgroup=False)
+def adapter_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    evaluates_alike(trial, trial.once(observe_adapter).results)

@@ -152,6 +152,12 @@ def gather_takes_any_dtype_and_layout(trial: Trial) -> None:
     PAIRS.take_any_kind(trial, "gather_sequence")
 
 
+@check("gather_sequence", world_sizes=(2,), subgroup=False)
+def gather_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    PAIRS.work_without_gradients(trial, "gather_sequence")
+
+
 # reduce_scatter_sequence
 
 
@@ -211,6 +217,12 @@ def reduce_scatter_leaves_its_inputs_alone(trial: Trial) -> None:
 def reduce_scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "reduce_scatter_sequence")
+
+
+@check("reduce_scatter_sequence", world_sizes=(2,), subgroup=False)
+def reduce_scatter_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    PAIRS.work_without_gradients(trial, "reduce_scatter_sequence")
 
 
 def refusal_probe(rank, name: str, x: Tensor) -> dict:
@@ -287,6 +299,12 @@ def scatter_leaves_its_inputs_alone(trial: Trial) -> None:
 def scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "scatter_sequence")
+
+
+@check("scatter_sequence", world_sizes=(2,), subgroup=False)
+def scatter_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    PAIRS.work_without_gradients(trial, "scatter_sequence")
 
 
 @check("scatter_sequence", world_sizes=(2, 4), subgroup=False)

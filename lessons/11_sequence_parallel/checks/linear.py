@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
+from lessons_shared.evaluation import evaluates_alike, without_gradients
 from lessons_shared.wire import sends_at_most
 
 from .shared import SIZES, alive_before_backward, mark_backward
@@ -42,8 +43,10 @@ def one_linear(rank, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: T
         backward(y, upstream)
     gradients = [None if leaf is None or leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     backward(rank.submission.gathered_linear(*leaves, rank.group), upstream)
+    silent = without_gradients(rank.submission.gathered_linear, *leaves, rank.group)
     return {
         "output": y,
+        "evaluation": {"silent": silent},
         "x": gradients[0],
         "weight": gradients[1],
         "bias": gradients[2],
@@ -191,3 +194,10 @@ def linear_leaves_its_inputs_alone(trial: Trial) -> None:
     for seen in trial.once(observe_linear):
         for rank, changed in enumerate(each_rank(seen, "changed")):
             trial.require(not changed, f"one of the inputs was changed in place ({seen.name})", rank=rank)
+
+
+@check("gathered_linear", world_sizes=(2,), subgroup=False)
+def linear_works_without_gradients(trial: Trial) -> None:
+    """Under torch.no_grad() the output is the same."""
+    for seen in trial.once(observe_linear):
+        evaluates_alike(trial, seen.results)

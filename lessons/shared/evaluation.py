@@ -1,0 +1,63 @@
+"""What a module does in evaluation: the same as in training, where nothing is dropped."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from grader.checks import Trial, backward
+
+from .cut_gpt import gradients_of, local
+
+
+def in_evaluation(module: nn.Module, x: Tensor, upstream: Tensor | None = None) -> dict:
+    """On a rank, when all else is looked at: the output under no_grad, and a pass in eval mode.
+
+    Without an upstream gradient x is none that can have one, such as tokens.
+    """
+    module.eval()
+    module.zero_grad()
+    seen = {"silent": without_gradients(module, x.detach())}
+    if upstream is not None:
+        leaf = x.detach().clone().requires_grad_()
+        y = module(leaf)
+        backward(y, upstream)
+        seen |= {"output": local(y.detach()), "gradient": leaf.grad}
+        seen |= {f"gradient of {name}": gradient for name, gradient in gradients_of(module).items()}
+    return seen
+
+
+def without_gradients(call: Callable[..., Tensor], *given: object) -> Tensor:
+    """On a rank: what a call returns under no_grad."""
+    with torch.no_grad():
+        try:
+            return local(call(*given)).clone()
+        except Exception as error:
+            error.add_note("it was called under torch.no_grad(), where no tensor wants a gradient")
+            raise
+
+
+HELP = "In evaluation, and where no gradient is wanted, everything takes place as in training."
+
+
+def evaluates_alike(trial: Trial, results: list[dict], kind: str = "") -> None:
+    """Under no_grad and in eval mode a rank has what it had in training.
+
+    Each result has `output`, perhaps `gradient` and `gradients`, and under `evaluation` what
+    `in_evaluation` saw; what is wrong in training is another check's.
+    """
+    told = f" ({kind})" if kind else ""
+    for key, what, same_as in (
+        ("silent", "the output under no_grad", "output"),
+        ("output", "the output in eval mode", "output"),
+        ("gradient", "the gradient of x in eval mode", "gradient"),
+    ):
+        before = [result.get(same_as) for result in results]
+        if key in results[0]["evaluation"] and all(isinstance(each, Tensor) for each in before):
+            found = [result["evaluation"].get(key) for result in results]
+            trial.close(f"{what}{told}", found, before, help=HELP)
+    for name in results[0].get("gradients", {}):
+        before = [result["gradients"].get(name) for result in results]
+        if all(isinstance(each, Tensor) for each in before):
+            found = [result["evaluation"].get(f"gradient of {name}") for result in results]
+            trial.close(f"the gradient of {name} in eval mode{told}", found, before, help=HELP)
