@@ -22,6 +22,16 @@ exercise(
 )
 
 
+MANY = 30
+"""Dropouts of a model of some layers, of which no two may draw alike."""
+
+
+def one_of_many(rank) -> torch.Tensor:
+    """The first mask of one more dropout; two are alike by chance once in 2^64."""
+    dropout = rank.submission.share_dropout(Dropout(0.5), rank.group, rank.device)
+    return dropout(torch.ones(64, device=rank.device))
+
+
 def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     rank.seed(seed)
     first, second = Dropout(probability), Dropout(probability)
@@ -33,6 +43,7 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     return {
         "masks": masks,
         "recording": recording,
+        "streams": [one_of_many(rank) for _ in range(MANY)],
         "asleep": first.eval()(ones),
         "own": torch.rand(8),
     }
@@ -73,16 +84,29 @@ def mask_is_random(trial: Trial) -> None:
         "two dropouts have the same stream of masks: every layer would drop the same elements",
         help="Draw a new seed for each dropout.",
     )
+    streams = {tuple(mask.tolist()) for mask in trial.once(observe_dropout).results[0]["streams"]}
+    trial.require(
+        len(streams) == MANY,
+        f"of {MANY} dropouts {MANY - len(streams)} drop what another one drops",
+        help="Draw the seed out of many numbers: dropout.generator.manual_seed takes 64 bits.",
+        cause="there are few different seeds to draw",
+    )
 
 
 @check("share_dropout", world_sizes=(2,), subgroup=False)
 def mask_follows_the_seed_of_the_run(trial: Trial) -> None:
-    """Runs with another torch.manual_seed drop other elements."""
+    """Runs with another torch.manual_seed drop other elements, and with the same one the same."""
     runs = [
         [(base + rank, 0.3, (30, 40)) for rank in range(trial.num_ranks)]
         for base in (trial.integer(1, 1000), trial.integer(2000, 3000))
     ]
-    first, again = (trial.run(dropout_probe, per_rank=each)[0]["masks"][0] for each in runs)
+    first, again, same = (trial.run(dropout_probe, per_rank=each)[0]["masks"][0] for each in (*runs, runs[1]))
+    trial.require(
+        torch.equal(again, same),
+        "two runs that begin with the same torch.manual_seed dropped different elements",
+        help="Let rank 0 draw the seed from torch's global stream, so that it follows torch.manual_seed.",
+        cause="the seed comes from elsewhere than torch's global stream",
+    )
     trial.require(
         not torch.equal(first, again),
         "two runs with different seeds dropped the same elements: the seed is a constant",

@@ -41,6 +41,8 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         recording.mark(BACKWARD)
         backward(y, case["upstream"])
     dense_changed = not torch.equal(linear.weight, case["weight"])
+    dense = {p.untyped_storage().data_ptr() for p in linear.parameters()}
+    shared = [name for name, p in layer.named_parameters() if p.untyped_storage().data_ptr() in dense]
     backward(layer(x.detach()), case["upstream"])  # a second pass adds to what is there
     twice = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
     return {
@@ -50,6 +52,7 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         "twice": twice,
         "held": held,
         "dense_changed": dense_changed,
+        "shared": shared,
         "evaluation": in_evaluation(layer, x, case["upstream"]),
         "recording": recording,
     }
@@ -153,6 +156,12 @@ def copies(trial: Trial, kind: str) -> None:
                 help="from_linear hands over whether there is a bias: linear.bias is None or not.",
                 rank=rank,
             )
+            trial.require(
+                not result["shared"],
+                f"{', '.join(result['shared'])} lies in the dense layer's own memory",
+                help="Copy what this rank keeps, the bias too: .detach().clone().",
+                rank=rank,
+            )
             trial.require(not result["dense_changed"], "from_linear changed the dense layer", rank=rank)
 
 
@@ -166,7 +175,10 @@ def dtype_probe(rank, kind: str, size: int) -> dict:
     """What `from_linear` makes of a layer in bfloat16."""
     linear = nn.Linear(size, size, dtype=torch.bfloat16, device=rank.device)
     layer = getattr(rank.submission, kind).from_linear(linear, group=rank.group)
-    return {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    x = torch.ones(2, layer.weight.size(1), dtype=torch.bfloat16, device=rank.device)
+    return {name: parameter.detach() for name, parameter in layer.named_parameters()} | {
+        "its output": layer(x)
+    }
 
 
 def dtype_stays(trial: Trial, kind: str) -> None:
@@ -176,6 +188,8 @@ def dtype_stays(trial: Trial, kind: str) -> None:
             trial.require(
                 tensor.dtype == torch.bfloat16,
                 f"{name} is {tensor.dtype}, where the dense layer's is torch.bfloat16",
-                help="Cut the dense layer's own tensors: then the shards have their dtype and device.",
+                help="Compute in the dtype of x and of the weights."
+                if name == "its output"
+                else "Cut the dense layer's own tensors: then the shards have their dtype and device.",
                 rank=rank,
             )

@@ -69,7 +69,9 @@ def slips(width: int, n: int, flops: float, speed: float, element_bytes: int = 2
         "an all-reduce sends one tensor: a ring sends 2 · (n-1)/n of it": right * n / (2 * (n - 1)),
         "n in place of n-1: what is on a rank already need not be sent": right * n / (n - 1),
         "each rank computes the whole block: its products are cut, too": right / n,
-        "the products are cut over the ranks twice": right * n,
+        "n times too much: a ring sends 1/n of it in a step, or the products are cut over the ranks twice": (
+            right * n
+        ),
         "all numbers are 2 bytes wide: element_bytes is not used": right * 2 / element_bytes,
         "the elements are counted, not their bytes": right / element_bytes,
         "bytes_per_second is taken for bits": right * 8,
