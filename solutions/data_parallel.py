@@ -69,9 +69,9 @@ def all_reduce_gradients(model: nn.Module, group: ProcessGroup) -> None:
 def share_loss(loss_sum: Tensor, num_counted: Tensor | int, group: ProcessGroup) -> Tensor:
     """This rank's loss, weighed so that a plain mean over ranks is the mean over all counted targets.
 
-    It is loss_sum · n / (counted targets of all ranks). So are its gradients: their mean over the n
-    ranks is the gradient of one process on the whole batch, however many targets each rank has.
-    One number travels.
+    It is loss_sum · n / (counted targets of all ranks), to the digits of loss_sum's dtype. So are its
+    gradients: their mean over the n ranks is the gradient of one process on the whole batch, however many
+    targets each rank has. One number travels.
 
     Args:
         loss_sum: the sum of this rank's losses over its counted targets, a scalar with its graph.

@@ -49,7 +49,7 @@ def evaluates_alike(trial: Trial, results: list[dict], kind: str = "") -> None:
     told = f" ({kind})" if kind else ""
     for key, what, same_as in (
         ("output", "the output in eval mode", "output"),
-        ("silent", "the output in eval mode, under no_grad,", "output"),
+        ("silent", "the output in evaluation, under no_grad,", "output"),
         ("gradient", "the gradient of x in eval mode", "gradient"),
     ):
         before = [result.get(same_as) for result in results]

@@ -38,6 +38,7 @@ def spread(rank: Any, seed: int, turned: bool = False) -> dict:
     if turned and rank.rank > 0:
         turn(model)
     objects = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    places = {name: t.data_ptr() for name, t in (*model.named_parameters(), *model.named_buffers())}
     with rank.record() as recording:
         rank.submission.broadcast_parameters(model, rank.group)
     now = dict(model.named_parameters(remove_duplicate=False))
@@ -45,6 +46,11 @@ def spread(rank: Any, seed: int, turned: bool = False) -> dict:
         "weights": weights(model),
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "replaced": [name for name, number in objects.items() if name not in now or id(now[name]) != number],
+        "moved": [
+            name
+            for name, t in (*model.named_parameters(), *model.named_buffers())
+            if places.get(name) != t.data_ptr()
+        ],
         "trained": {name: p.requires_grad and p.is_leaf for name, p in now.items()},
         "recording": recording,
     }
@@ -138,6 +144,13 @@ def non_persistent_buffers_are_those_of_rank_0(trial: Trial) -> None:
 def weights_may_lie_in_another_order(trial: Trial) -> None:
     """A weight that lies in memory transposed on some ranks, and not on others, is rank 0's everywhere."""
     seen = trial.once(observe_turned)
+    for r, result in enumerate(seen.results):
+        trial.require(
+            not result["moved"],
+            f"these lie in other memory now: {result['moved']}. A view of the old sees the old numbers",
+            help="Write into the memory that is there: tensor.detach().copy_(...), not tensor.data = ...",
+            rank=r,
+        )
     for name in ("left.weight", "right.weight"):
         start = dict(seen.starts[0].named_parameters())[name]
         trial.close(

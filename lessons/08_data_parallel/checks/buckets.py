@@ -35,14 +35,25 @@ def fill(rank: Any, x: Tensor) -> dict:
             recording.mark("finish")
             wrapped.finish_gradient_synchronization()
         recordings[layers], means[layers] = recording, gradients(model)
-    return {"recordings": recordings, "gradients": means}
+    return {"recordings": recordings, "gradients": means, **fill_doubles(rank, x)}
+
+
+def fill_doubles(rank: Any, x: Tensor) -> dict:
+    """The chain in float64, with room for two gradients."""
+    model = build(chain, 1).double().to(rank.device)
+    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=4 * GRADIENT_BYTES)
+    with rank.record() as recording:
+        wrapped(x.double()).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+    return {"double": recording}
 
 
 def observe_buckets(trial: Trial, delays: bool = False) -> SimpleNamespace:
     x = [(trial.normal(4, 16),) for _ in range(trial.num_ranks)]
     model = build(chain, 1).double()
     (sum(model(rows.double()).square().mean() for (rows,) in x) / trial.num_ranks).backward()
-    return SimpleNamespace(results=trial.run(fill, per_rank=x, delays=delays), expected=gradients(model))
+    results = trial.run(fill, per_rank=x, delays=delays)
+    return SimpleNamespace(results=results, expected=gradients(model))
 
 
 def observe_delays(trial: Trial) -> SimpleNamespace:
@@ -132,6 +143,22 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
                 rank=r,
             )
             require_bytes(trial, r, recording, 6 * GRADIENT_BYTES)
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def bytes_are_those_of_the_dtype(trial: Trial) -> None:
+    """Gradients in float64 fill a bucket with half as many elements."""
+    seen = trial.once(observe_buckets)
+    for r, result in enumerate(seen.results):
+        sizes = [e.num_bytes for e in result["double"].select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
+        trial.require(
+            3 <= len(sizes) <= 4,
+            f"six gradients of {2 * GRADIENT_BYTES} bytes, float64, with bucket_bytes={4 * GRADIENT_BYTES} "
+            f"made all-reduces of {sizes} bytes: 3 are expected",
+            help="A gradient has numel() * element_size() bytes.",
+            rank=r,
+            cause="elements are counted as 4 bytes, whatever their dtype is" if len(sizes) == 2 else "",
+        )
 
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)

@@ -104,7 +104,8 @@ def unequal(trial: Trial) -> list[int]:
 
 
 def observe_unequal(trial: Trial) -> SimpleNamespace:
-    return observe(trial, [Case(unequal(trial)), Case(unequal(trial), as_tensor=True)])
+    many = [1025 + 2 * trial.integer(0, 900) for _ in range(trial.num_ranks)]  # odd: no 16 bits hold them all
+    return observe(trial, [Case(unequal(trial)), Case(unequal(trial), as_tensor=True), Case(many)])
 
 
 def observe_equal(trial: Trial) -> SimpleNamespace:
@@ -147,6 +148,10 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         "into?": [1 / counts[-1] if counts[-1] else float("nan")] * n,
         "a rank that counts nothing is counted as one": [n / (total + n - having)] * n,
     }
+    for dtype, last in ((torch.bfloat16, 256), (torch.float16, 2048)):
+        rounded = torch.tensor(counts, dtype=dtype)
+        told = f"the number of targets went through {str(dtype)[6:]}, which holds whole numbers up to {last}"
+        known[told] = [n / torch.stack([*rounded]).sum().item()] * n
     return known if n > 1 else {}
 
 
@@ -269,6 +274,16 @@ def one_number_travels(trial: Trial) -> None:
             most = 16 * trial.num_ranks  # a gather of all ranks' numbers is as good
             kinds = recording.kinds()
             once = len(kinds) <= 1 or kinds == ["reduce", "broadcast"]  # as an all-reduce in two halves
+            numbers = [
+                e.num_elements for e in recording.select() if e.kind in ("all_reduce", "reduce", "broadcast")
+            ]
+            trial.require(
+                max(numbers, default=1) == 1,
+                f"{max(numbers, default=1)} numbers are reduced, where one is the number of targets",
+                cause="does the loss travel beside it?",
+                help="One all-reduce of the number of targets.",
+                rank=r,
+            )
             trial.require(
                 moved <= most and once,
                 f"{moved} bytes in {len(kinds)} communications, where one number is 8 bytes",

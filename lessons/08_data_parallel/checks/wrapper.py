@@ -57,7 +57,7 @@ def step(rank: Any, seed: int, drifted: bool, weight: float, tokens: Tensor, tar
         wrapped.finish_gradient_synchronization()
         recording.mark("evaluation")
         with torch.no_grad():
-            wrapped(tokens, targets)
+            by_keyword = wrapped(tokens, targets=targets)[1]
         recording.mark("without gradients")
         wrapped.finish_gradient_synchronization()
         recording.mark("step")
@@ -73,6 +73,7 @@ def step(rank: Any, seed: int, drifted: bool, weight: float, tokens: Tensor, tar
         "gradients": first,
         "again": gradients(model),
         "loss": loss.detach(),
+        "by keyword": by_keyword,
         "weights": weights(model),
         "same": sorted(id(p) for p in wrapped.parameters()) == sorted(own),
         "recording": recording,
@@ -166,6 +167,12 @@ def forward_returns_what_the_module_returns(trial: Trial) -> None:
         [result["loss"] for result in seen.results],
         seen.losses,
         help="return self.module(*args, **kwargs)",
+    )
+    trial.close(
+        "the loss of wrapped(tokens, targets=targets)",
+        [result["by keyword"] for result in seen.results],
+        seen.losses,
+        help="return self.module(*args, **kwargs): what is given by name is handed on, too.",
     )
 
 
