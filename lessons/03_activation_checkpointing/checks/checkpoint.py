@@ -168,6 +168,26 @@ def output_is_the_functions(trial: Trial) -> None:
     trial.close("the output", seen.mine["output"], seen.plain["output"], help=help)
 
 
+def quiet(rank: Any, x: Tensor) -> dict:
+    """The output under no_grad of a function with weights, and whether it has a graph behind it."""
+    layer = torch.nn.Linear(len(x), 3, device=rank.device)
+    with torch.no_grad():
+        y = checkpoint_of(rank, "mine")(layer, x)
+        return {"output": y, "same": torch.equal(y, layer(x)), "graph": y.requires_grad}
+
+
+@check("checkpoint")
+def without_gradients_it_is_a_call(trial: Trial) -> None:
+    """Under torch.no_grad() it returns what the function does, and no graph that would keep the inputs."""
+    seen = trial.run(quiet, trial.normal(5))[0]
+    trial.require(seen["same"], "under no_grad the output is not that of function(*inputs)")
+    trial.require(
+        not seen["graph"],
+        "under no_grad the output requires a gradient, and keeps the inputs for it",
+        help="Where torch.is_grad_enabled() is False there will be no backward: return function(*inputs).",
+    )
+
+
 @check("checkpoint")
 def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     """Gradients of inputs and weights are those of function(*inputs), with dropout in it."""
