@@ -1,6 +1,7 @@
 """What a module does in evaluation: the same as in training, where nothing is dropped."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,24 @@ def in_evaluation(module: nn.Module, x: Tensor, upstream: Tensor | None = None) 
         leaf = x.detach().clone().requires_grad_()
         y = module(leaf)
         backward(y, upstream)
-        seen |= {"output": local(y.detach()), "gradient": leaf.grad}
+        seen |= {"output": _kept(y), "gradient": leaf.grad}
         seen |= {f"gradient of {name}": gradient for name, gradient in gradients_of(module).items()}
     return seen
 
 
-def without_gradients(call: Callable[..., Tensor], *given: object) -> Tensor:
+def without_gradients(call: Callable[..., Any], *given: object) -> Any:
     """On a rank: what a call returns under no_grad."""
     with torch.no_grad():
         try:
-            return local(call(*given)).clone()
+            return _kept(call(*given))
         except Exception as error:
             error.add_note("it was called under torch.no_grad(), where no tensor wants a gradient")
             raise
+
+
+def _kept(output: Any) -> Any:
+    """A copy of what a call returned; what is no tensor stays what it is, and the checks say so."""
+    return local(output.detach()).clone() if isinstance(output, Tensor) else output
 
 
 HELP = "In evaluation, and where no gradient is wanted, everything takes place as in training."
