@@ -62,7 +62,6 @@ STYLES = {
 }
 
 BUILT_IN = """
-    torch.set_grad_enabled(True)  # a check calls it under no_grad, too
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard

@@ -27,7 +27,10 @@ def is_there(event: Event) -> bool:
 
 
 def to_nobody(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
-    """A message to or from a rank that the group does not have. gloo would wait, or read past its end."""
+    """A message to or from a rank that its group does not have. gloo would wait, or read past its end.
+
+    Peers are as they were called: by their number in the event's own group.
+    """
     for r, rank in enumerate(ranks):
         for event in rank.events:
             if not is_there(event):

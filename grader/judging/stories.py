@@ -61,7 +61,8 @@ def ending(
             help="This is a fault of the grader or of the machine: grade again, and report it if it stays.",
         )
     if report.ended == "trouble":
-        return _trouble(ranks, locate, name)
+        as_called = [report.ranks[r] for r in group]
+        return messages.to_nobody(as_called, locate) or _trouble(ranks, locate, name)
     return _hang(report.ended, ranks, locate, limits, name)
 
 
@@ -100,9 +101,6 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
     first = ranks[failed[0]]
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    nobody = messages.to_nobody(ranks, locate)
-    if nobody:
-        return nobody
     parted = disagreement(ranks, locate, name) or messages.misfit(ranks, locate)
     if first.status == "dead":
         return _dead(name.who(failed[0]), first, locate, parted)

@@ -175,10 +175,11 @@ def dtype_probe(rank, kind: str, size: int) -> dict:
     """What `from_linear` makes of a layer in bfloat16."""
     linear = nn.Linear(size, size, dtype=torch.bfloat16, device=rank.device)
     layer = getattr(rank.submission, kind).from_linear(linear, group=rank.group)
-    x = torch.ones(2, layer.weight.size(1), dtype=torch.bfloat16, device=rank.device)
-    return {name: parameter.detach() for name, parameter in layer.named_parameters()} | {
-        "its output": layer(x)
-    }
+    made = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    if all(tensor.dtype == torch.bfloat16 for tensor in made.values()):
+        x = torch.ones(2, layer.weight.size(1), dtype=torch.bfloat16, device=rank.device)
+        made["its output"] = layer(x)
+    return made
 
 
 def dtype_stays(trial: Trial, kind: str) -> None:
