@@ -121,6 +121,19 @@ def test_a_group_that_its_members_alone_make_is_told(tmp_path: Path, launcher: L
     assert "made by all ranks of the world together" in report.cause
 
 
+def test_a_check_that_makes_a_group_while_others_hang_is_no_cause(launcher: Launcher) -> None:
+    def probe(rank):
+        if rank.rank == 0:
+            dist.barrier(rank.group)
+        dist.new_group([0, 1])
+
+    limits = Limits(timeout=4)
+    report = launcher.run(probe, Code(), [(), ()], limits=limits)
+    end = ending(report, lambda file, line: "", limits, [0, 1])
+    assert end.verdict == Verdict.HUNG
+    assert "rank 0 called barrier, and rank 1 never did" in end.message
+
+
 @pytest.mark.parametrize("nobody", [2, -3])
 def test_a_message_to_a_rank_that_is_not_there_is_told(
     nobody: int, tmp_path: Path, launcher: Launcher

@@ -61,8 +61,8 @@ def ending(
             help="This is a fault of the grader or of the machine: grade again, and report it if it stays.",
         )
     if report.ended == "trouble":
-        as_called = [report.ranks[r] for r in group]
-        return messages.to_nobody(as_called, locate) or _trouble(ranks, locate, name)
+        nobody = messages.to_nobody([report.ranks[r] for r in group], locate)
+        return _trouble(ranks, locate, name, nobody)
     return _hang(report.ended, ranks, locate, limits, name)
 
 
@@ -91,8 +91,13 @@ def _renamed(rank: RankReport, group: Sequence[int]) -> RankReport:
     return replace(rank, events=[messages.seen_from(event, group) for event in rank.events])
 
 
-def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> CheckEnded:
-    """The first failing rank is the story, not the peers that lost their connection to it."""
+def _trouble(
+    ranks: Sequence[RankReport], locate: Locate, name: _Names, nobody: CheckEnded | None
+) -> CheckEnded:
+    """The first failing rank is the story, not the peers that lost their connection to it.
+
+    `nobody` is what is said where a message went to a rank that is not there.
+    """
     failed = sorted(
         (r for r, rank in enumerate(ranks) if rank.status in ("failed", "dead")),
         key=lambda r: (_is_echo(ranks[r]), ranks[r].ended_at or 0.0, r),
@@ -101,7 +106,7 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
     first = ranks[failed[0]]
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    parted = disagreement(ranks, locate, name) or messages.misfit(ranks, locate)
+    parted = nobody or disagreement(ranks, locate, name) or messages.misfit(ranks, locate)
     if first.status == "dead":
         return _dead(name.who(failed[0]), first, locate, parted)
     error = first.error or {}
@@ -116,6 +121,8 @@ def _trouble(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
             f"the submission can not be graded: {message}",
             help="Remove that, and grade again.",
         )
+    if nobody:
+        return nobody
     if error.get("waited_twice"):
         return _waits_twice(failed[0], error, locate, name)
     if kind == "NotPlainError":
@@ -210,7 +217,7 @@ def _hang(
     else:
         what = f"deadlock: {'nothing' if name.alone else 'no rank'} moved for {limits.idle:g} seconds"
     parted = (
-        _making_groups(ranks)
+        _making_groups(ranks, locate)
         or _outside(ranks, locate, name)
         or disagreement(ranks, locate, name)
         or messages.unmatched(ranks, locate)
@@ -227,9 +234,16 @@ def _hang(
     )
 
 
-def _making_groups(ranks: Sequence[RankReport]) -> CheckEnded | None:
-    """Ranks that make groups which others do not make: torch waits for all of them, and says nothing."""
-    there = [r for r, rank in enumerate(ranks) if rank.status == "running" and _NEW_GROUP.search(rank.stack)]
+def _making_groups(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
+    """Ranks that make groups which others do not make: torch waits for all of them, and says nothing.
+
+    A check makes groups, too: where it waits for ranks that are in the learner's code, that is no cause.
+    """
+    there = [
+        r
+        for r, rank in enumerate(ranks)
+        if rank.status == "running" and _NEW_GROUP.search(rank.stack) and _places_in(rank.stack, locate)
+    ]
     if not there:
         return None
     return CheckEnded(
@@ -262,16 +276,20 @@ def _standing(rank: RankReport, locate: Locate) -> str:
         return "had finished"
     if rank.status == "failed":
         return f"had raised {(rank.error or {}).get('type')}"
-    for file, line in re.findall(r'File "([^"]+)", line (\d+)', rank.stack):
-        place = locate(file, int(line))
-        if place:
-            waiting = (
-                f", waiting in {rank.events[-1].describe()}" if rank.events and _in_torch(rank.stack) else ""
-            )
-            return f"stood in {place}{waiting}"
+    for place in _places_in(rank.stack, locate)[:1]:
+        waiting = (
+            f", waiting in {rank.events[-1].describe()}" if rank.events and _in_torch(rank.stack) else ""
+        )
+        return f"stood in {place}{waiting}"
     if rank.events:
         return f"waited in {messages.told(rank.events[-1], locate)}"
     return "had not started to communicate"
+
+
+def _places_in(stack: str, locate: Locate) -> list[str]:
+    """The places of the learner's code on a stack, the innermost first."""
+    found = (locate(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', stack))
+    return [place for place in found if place]
 
 
 def _in_torch(stack: str) -> bool:

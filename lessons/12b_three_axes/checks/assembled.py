@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from grader.checks import BACKWARD, Trial, check
 from lessons_shared.cut_gpt import TABLE, cut_dim, drawn_weights, heads_of, own_part
 from nanogpt.model import GPT, GPTConfig
 
 from .assembly import CONFIG, MESHES
-from .meshes import Sizes, mesh_on, place, ranks_along, told
+from .meshes import Sizes, meshes_on, place, ranks_along, told
 
 ZERO3: dict[int, list[Sizes]] = {
     4: [{"data": 2, "context": 1, "tensor": 2}, {"context": 2, "data": 2}],
@@ -35,17 +36,21 @@ def on_rank(name: str) -> Callable:
 
 
 def training_probe(rank: Any, cases: list, weights: dict, idx: Tensor, targets: Tensor) -> list[dict]:
-    return [one_step(rank, sizes, zero3, weights, idx, targets) for sizes, zero3 in cases]
+    meshes_of = meshes_on(rank, [sizes for sizes, _ in cases])
+    return [
+        one_step(rank, mesh, sizes, zero3, weights, idx, targets)
+        for mesh, (sizes, zero3) in zip(meshes_of, cases, strict=True)
+    ]
 
 
-def one_step(rank: Any, sizes: Sizes, zero3: bool, weights: dict, idx: Tensor, targets: Tensor) -> dict:
+def one_step(
+    rank: Any, mesh: DeviceMesh, sizes: Sizes, zero3: bool, weights: dict, idx: Tensor, targets: Tensor
+) -> dict:
     """Two passes of this rank's rows, the second recorded; loss, gradients under GPT's names."""
     model = GPT(GPTConfig(**CONFIG))
     model.load_state_dict(weights, strict=False)
     techniques = {name: on_rank("zero3" if zero3 and name == "data" else name) for name in sizes}
-    module = rank.submission.parallelize_on_mesh(
-        model.double().to(rank.device), mesh_on(rank, sizes), techniques
-    )
+    module = rank.submission.parallelize_on_mesh(model.double().to(rank.device), mesh, techniques)
     replicas, own = sizes.get("data", 1), place(rank.rank, sizes).get("data", 0)
     rows = [x.chunk(replicas)[own] for x in (idx, targets)]
     finish = getattr(module, "finish_gradient_synchronization", lambda: None)

@@ -13,7 +13,7 @@ from torch import nn
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
-from .meshes import Sizes, mesh_on, ranks_along, told
+from .meshes import Sizes, meshes_on, ranks_along, told
 
 exercise(
     "parallelize_on_mesh",
@@ -69,12 +69,12 @@ def telling(name: str, log: list, made: list) -> Callable:
 def telling_probe(rank: Any, all_sizes: list[Sizes], names: tuple[str, ...]) -> list[dict]:
     """Call it with techniques that write down when they are called, and with which group."""
     found = []
-    for sizes in all_sizes:
+    for mesh in meshes_on(rank, all_sizes):
         log: list = []
         made: list = [GPT(GPTConfig(**{**CONFIG, "n_layer": 1}))]
         techniques = {name: telling(name, log, made) for name in names}
         try:
-            returned = rank.submission.parallelize_on_mesh(made[0], mesh_on(rank, sizes), techniques)
+            returned = rank.submission.parallelize_on_mesh(made[0], mesh, techniques)
             ended = "returned"
         except (ValueError, KeyError) as error:
             returned, ended = None, f"{type(error).__name__}: {error}"

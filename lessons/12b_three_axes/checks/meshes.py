@@ -1,6 +1,7 @@
 """Meshes of ranks: how they are drawn, made on a rank, and where each rank lies in them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,9 +25,18 @@ THREE = {
 """Number of ranks → meshes with all three dimensions."""
 
 
-def mesh_on(rank: Any, sizes: Sizes) -> DeviceMesh:
-    """On a rank: the mesh."""
-    return init_device_mesh(rank.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+def meshes_on(rank: Any, all_sizes: Sequence[Sizes]) -> list[DeviceMesh]:
+    """On a rank: the meshes, all of them before one is used, equal ones once.
+
+    A rank that waits for others to make a mesh looks busy for as long as they hang in the mesh before.
+    """
+    made: dict[tuple, DeviceMesh] = {}
+    for sizes in all_sizes:
+        dims = tuple(sizes.items())
+        if dims not in made:
+            names, shape = zip(*dims, strict=True)
+            made[dims] = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
+    return [made[tuple(sizes.items())] for sizes in all_sizes]
 
 
 def place(rank: int, sizes: Sizes) -> Sizes:

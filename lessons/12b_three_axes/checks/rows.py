@@ -9,7 +9,7 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 from grader.checks import told as told_events
 
-from .meshes import Sizes, mesh_on, meshes, place, ranks_along, told
+from .meshes import Sizes, meshes, meshes_on, place, ranks_along, told
 
 exercise(
     "rows_of",
@@ -24,8 +24,7 @@ exercise(
 
 def probe(rank: Any, all_sizes: list[Sizes], batches: list[Tensor]) -> list[dict]:
     found = []
-    for sizes in all_sizes:
-        mesh = mesh_on(rank, sizes)
+    for mesh in meshes_on(rank, all_sizes):
         before = [batch.clone() for batch in batches]
         with rank.record() as recording:
             shares = [rank.submission.rows_of(batch, mesh) for batch in batches]
