@@ -27,13 +27,22 @@ def find_order(actual: Tensor, expected: Tensor, dim: int, rtol: float) -> Order
         if hit[range(size), order].all():
             return list(order)
     found = _all_known(hit, 0) or _shift(hit)
-    return None if found == list(range(size)) else found
+    return None if found == list(range(size)) or _from_nowhere(actual, dim, found, 0) else found
 
 
 def find_origin(actual: Tensor, whole: Tensor, dim: int, start: int, rtol: float) -> Order | None:
     """Where each slice of `actual` stands in the `whole`; those that belong from `start` on, if they are."""
     hit = _hits(actual, whole, dim, rtol)
-    return None if hit is None else _all_known(hit, start)
+    order = None if hit is None else _all_known(hit, start)
+    return None if _from_nowhere(actual, dim, order, start) else order
+
+
+def _from_nowhere(actual: Tensor, dim: int, order: Order | None, start: int) -> bool:
+    """Whether a slice in a wrong place is all zeros: it is missing, and not that of another place."""
+    return order is not None and any(
+        place is not None and place != start + i and not actual.select(dim, i).any()
+        for i, place in enumerate(order)
+    )
 
 
 def _hits(actual: Tensor, whole: Tensor, dim: int, rtol: float) -> Tensor | None:

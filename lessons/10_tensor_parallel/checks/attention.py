@@ -275,7 +275,7 @@ def attention_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     refused(trial, results, heads)
 
 
-@check("tensor_parallel_attention", world_sizes=(2,), subgroup=False)
+@check("tensor_parallel_attention")
 def attention_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
     branch_in_evaluation(trial, "tensor_parallel_attention")

@@ -167,7 +167,7 @@ def bug_fix_sends_little(trial: Trial) -> None:
         )
 
 
-@check("MultiQueryAttention", world_sizes=(2,), subgroup=False)
+@check("MultiQueryAttention")
 def multi_query_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
     evaluates_alike(trial, trial.once(observe_multi_query).results)

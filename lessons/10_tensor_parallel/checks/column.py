@@ -64,12 +64,6 @@ def column_shards_stand_alone(trial: Trial) -> None:
     copies(trial, "ColumnParallelLinear")
 
 
-@check("ColumnParallelLinear", world_sizes=(2, 3), subgroup=False)
-def column_is_the_same_in_evaluation(trial: Trial) -> None:
-    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
-    same_in_evaluation(trial, "ColumnParallelLinear")
-
-
 @check("ColumnParallelLinear", world_sizes=(2,), subgroup=False)
 def column_keeps_the_dtype(trial: Trial) -> None:
     """`from_linear` keeps the dense layer's dtype."""
@@ -205,3 +199,9 @@ def column_refuses_what_does_not_divide(trial: Trial) -> None:
     """out_features that do not divide by the ranks are a ValueError."""
     size = undividable(trial)
     refused(trial, trial.run(linear_refusal_probe, "ColumnParallelLinear", (4, size)), size)
+
+
+@check("ColumnParallelLinear")
+def column_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    same_in_evaluation(trial, "ColumnParallelLinear")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from grader.checks import (
     BACKWARD,
+    Fault,
     Trial,
     backward,
     check,
@@ -17,10 +18,7 @@ from grader.checks import (
     exercise,
     stand_alone,
 )
-from lessons_shared.cut_gpt import (
-    describe,
-    row_ranges,
-)
+from lessons_shared.cut_gpt import describe, row_ranges
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import undividable
 from lessons_shared.wire import nothing_travels
@@ -215,7 +213,13 @@ def row_gradients_are_the_dense_tables(trial: Trial) -> None:
             f"the gradient of weight after two passes ({name})",
             actual,
             [2 * g for g in own],
-            alternatives={"n times too large: backward summed over the ranks": [2 * n * g for g in own]},
+            alternatives={
+                "n times too large: backward summed over the ranks": [2 * n * g for g in own],
+                "the first row of each rank has no gradient": Fault(
+                    [2 * g.clone().index_fill(0, torch.arange(min(1, len(g))), 0.0) for g in own],
+                    "It is a word like every other: is it taken for padding?",
+                ),
+            },
             help="Other ranks' tokens must leave no gradient in this rank's rows.",
         )
 
@@ -234,7 +238,7 @@ def embedding_starts_as_rows(trial: Trial) -> None:
     starts_as_slices(trial, "VocabParallelEmbedding", (24 * trial.num_ranks, 48), (24, 48))
 
 
-@check("VocabParallelEmbedding", world_sizes=(2,), subgroup=False)
+@check("VocabParallelEmbedding")
 def embedding_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() the output is that of training."""
     for name, seen in trial.once(observe_embedding).items():

@@ -323,7 +323,7 @@ def full_logits_never_exist(trial: Trial) -> None:
             )
 
 
-@check("vocab_parallel_cross_entropy", world_sizes=(2,), subgroup=False)
+@check("vocab_parallel_cross_entropy")
 def loss_is_the_same_without_gradients(trial: Trial) -> None:
     """Under torch.no_grad() the loss is the same."""
     for name, seen in trial.once(observe_entropy).items():

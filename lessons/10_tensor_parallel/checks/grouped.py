@@ -362,7 +362,7 @@ def heads_that_can_not_be_shared_out_are_refused(trial: Trial) -> None:
             )
 
 
-@check("tensor_parallel_grouped_attention", world_sizes=(2,), subgroup=False)
+@check("tensor_parallel_grouped_attention")
 def grouped_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
     for seen in trial.once(observe):

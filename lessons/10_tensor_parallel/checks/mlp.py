@@ -145,7 +145,7 @@ def mlp_refuses_what_does_not_divide(trial: Trial) -> None:
     refused(trial, results, 4 * width)
 
 
-@check("tensor_parallel_mlp", world_sizes=(2,), subgroup=False)
+@check("tensor_parallel_mlp")
 def mlp_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
     branch_in_evaluation(trial, "tensor_parallel_mlp")

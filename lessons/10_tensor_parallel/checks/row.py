@@ -69,12 +69,6 @@ def row_shards_stand_alone(trial: Trial) -> None:
     copies(trial, "RowParallelLinear")
 
 
-@check("RowParallelLinear", world_sizes=(2, 3), subgroup=False)
-def row_is_the_same_in_evaluation(trial: Trial) -> None:
-    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
-    same_in_evaluation(trial, "RowParallelLinear")
-
-
 @check("RowParallelLinear", world_sizes=(2,), subgroup=False)
 def row_keeps_the_dtype(trial: Trial) -> None:
     """`from_linear` keeps the dense layer's dtype."""
@@ -213,3 +207,9 @@ def row_refuses_what_does_not_divide(trial: Trial) -> None:
     """in_features that do not divide by the ranks are a ValueError."""
     size = undividable(trial)
     refused(trial, trial.run(linear_refusal_probe, "RowParallelLinear", (size, 4)), size)
+
+
+@check("RowParallelLinear")
+def row_is_the_same_in_evaluation(trial: Trial) -> None:
+    """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
+    same_in_evaluation(trial, "RowParallelLinear")
