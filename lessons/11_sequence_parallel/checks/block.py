@@ -320,7 +320,7 @@ def block_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     refused(trial, trial.run(refusal_probe, config), heads)
 
 
-@check("sequence_parallel_block", world_sizes=(2,), subgroup=False)
+@check("sequence_parallel_block")
 def block_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() outputs and gradients are those of training without dropout."""
     for seen in trial.once(observe_block).plain:

@@ -146,7 +146,7 @@ def adapter_sends_little(trial: Trial) -> None:
     sends_at_most(trial, seen, BACKWARD, whole + 2 * thin + 2 * up, means, help)
 
 
-@check("AdaptedRowLinear", world_sizes=(2,), subgroup=False)
+@check("AdaptedRowLinear")
 def adapter_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
     evaluates_alike(trial, trial.once(observe_adapter).results)

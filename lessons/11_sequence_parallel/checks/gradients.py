@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, each_rank, parts
+from grader.checks import Fault, Trial, each_rank, is_close, parts
 from lessons_shared.cut_gpt import cut_dim, fused_of, head_orders, heads_of, is_special
 from lessons_shared.cut_gpt_checks import after
 
@@ -30,12 +30,12 @@ def block_gradients_are_right(
         dim = cut_dim(name)
         if only_replicated is not None and only_replicated != (dim is None):
             continue
-        expected = [passes * g for g in ([whole] * n if dim is None else parts(whole, dim, n))]
+        expected = by_rank(whole, name, n, passes)
         trial.close(
             f"the gradient of {name}{after(passes)} ({seen.name})",
             [g.get(name) for g in each_rank(seen, which)],
             expected,
-            alternatives=partial(slips_of, seen, name, expected, passes),
+            alternatives=partial(slips_of, seen, which, name, expected, passes),
             help=(
                 "Every rank has the whole parameter and uses it for its own tokens: its gradient is the "
                 "sum over "
@@ -49,16 +49,22 @@ def block_gradients_are_right(
 
 
 def slips_of(
-    seen: SimpleNamespace, name: str, expected: list[Tensor], passes: int
-) -> dict[str, Tensor | list[Tensor]]:
+    seen: SimpleNamespace, which: str, name: str, expected: list[Tensor], passes: int
+) -> dict[str, Tensor | list[Tensor] | Fault]:
     """What known slips would make of a gradient of a block that is expected by rank."""
     n, dim, whole = len(expected), cut_dim(name), seen.gradients[name]
     found: dict = {} if passes == 1 else {"that of one pass": [g / passes for g in expected]}
     for cause, doubled in getattr(seen, "summed_twice", dict)().items():
-        g = passes * doubled[name]
-        found[cause] = [g] * n if dim is None else parts(g, dim, n)
+        if explains_all(doubled, each_rank(seen, which), passes):
+            found[cause] = by_rank(doubled[name], name, n, passes)
+            return found
     if dim is not None:
         found["summed over the ranks, but this parameter is cut"] = [sum(expected)] * n
+    else:
+        found["n times too large: what is a sum over the ranks already was summed once more"] = Fault(
+            [n * g for g in expected],
+            "Sum it once. Is a hook registered twice? Is it whole without one, as before a scatter_sequence?",
+        )
     if dim is None and passes == 2:
         again = (n + 1) * whole
         found["the second backward summed .grad, in which the first one's sum is already"] = again
@@ -71,6 +77,27 @@ def slips_of(
             ],
         }
     return found
+
+
+def by_rank(whole: Tensor, name: str, num_ranks: int, passes: int) -> list[Tensor]:
+    """What each rank has of a parameter's gradient, after some passes."""
+    dim = cut_dim(name)
+    return [passes * g for g in ([whole] * num_ranks if dim is None else parts(whole, dim, num_ranks))]
+
+
+def explains_all(gradients: dict[str, Tensor], found: list[dict[str, Tensor]], passes: int) -> bool:
+    """Whether these would be the gradients of all norms, biases and matrices that have no order of their own.
+
+    One parameter alone may be n times too large for many reasons.
+    """
+    expected = {
+        name: by_rank(g, name, len(found), passes) for name, g in gradients.items() if not is_special(name)
+    }
+    return all(
+        isinstance(mine := found[r].get(name), Tensor) and is_close(mine, g)
+        for name, of_ranks in expected.items()
+        for r, g in enumerate(of_ranks)
+    )
 
 
 def attention_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, prefix: str) -> None:
@@ -94,6 +121,7 @@ def attention_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: st
             {
                 cause: own_rows(fused_of(doubled, prefix), orders)
                 for cause, doubled in getattr(seen, "summed_twice", dict)().items()
+                if explains_all(doubled, each_rank(seen, which), 1)
             }
             | {
                 "summed over the ranks, but this parameter is cut": [total] * n,

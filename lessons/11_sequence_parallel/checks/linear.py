@@ -196,7 +196,7 @@ def linear_leaves_its_inputs_alone(trial: Trial) -> None:
             trial.require(not changed, f"one of the inputs was changed in place ({seen.name})", rank=rank)
 
 
-@check("gathered_linear", world_sizes=(2,), subgroup=False)
+@check("gathered_linear")
 def linear_works_without_gradients(trial: Trial) -> None:
     """Under torch.no_grad() the output is the same."""
     for seen in trial.once(observe_linear):
