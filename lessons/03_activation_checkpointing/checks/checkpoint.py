@@ -169,11 +169,11 @@ def output_is_the_functions(trial: Trial) -> None:
 
 
 def quiet(rank: Any, x: Tensor) -> dict:
-    """The output under no_grad of a function with weights, and whether it has a graph behind it."""
+    """Whether the output under no_grad is the function's, and whether it has a graph behind it."""
     layer = torch.nn.Linear(len(x), 3, device=rank.device)
     with torch.no_grad():
         y = checkpoint_of(rank, "mine")(layer, x)
-        return {"output": y, "same": torch.equal(y, layer(x)), "graph": y.requires_grad}
+        return {"same": torch.equal(y, layer(x)), "graph": y.requires_grad}
 
 
 @check("checkpoint")

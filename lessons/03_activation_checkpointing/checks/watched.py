@@ -46,6 +46,11 @@ def other_masks(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
     return x
 
 
+def without_some_graphs(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
+    with torch.set_grad_enabled(x.requires_grad and torch.is_grad_enabled()):
+        return plain_forward(blocks, x, sizes)
+
+
 def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
     """Two forwards, then backward of both, then a forward without gradients, and one in evaluation mode."""
     ways = {
@@ -54,6 +59,7 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
         "nine tenths": partial(plain_forward, share=0.9),
         "with signs": partial(plain_forward, absolute=False),
         "another mask": other_masks,
+        "a graph of x alone": without_some_graphs,
     }
     forward = ways.get(how) or rank.submission.watched_forward
     blocks = build(lambda: GPT(GPTConfig(**config)).transformer.h, seed, rank.device)
@@ -117,6 +123,7 @@ def every_block_learns_from_its_own_input(trial: Trial) -> None:
         trial.close("the output", given, expected, help="x goes through the blocks in their order.")
     expected = seen.plain["gradients"]
     masks = "the second run drew other dropout masks"
+    older = "blocks learned nothing from the x that needs no gradient itself"
     close_by_name(
         trial,
         {
@@ -127,12 +134,17 @@ def every_block_learns_from_its_own_input(trial: Trial) -> None:
         },
         seen.mine["gradients"],
         expected,
-        {masks: partial(seen.other, "another mask", "gradients")},
+        {
+            masks: partial(seen.other, "another mask", "gradients"),
+            older: partial(seen.other, "a graph of x alone", "gradients"),
+        },
         "The function is called again in backward, when the loop is long over. It has to know then "
         "which block was its own: hand the block over as an input or with functools.partial, or "
-        "checkpoint the block itself. (With use_reentrant=True, the older version, blocks learn nothing "
-        "from an x that needs no gradient: section 6.)",
-        {masks: "Leave preserve_rng_state as it is: the second run must start from the same random state."},
+        "checkpoint the block itself.",
+        {
+            masks: "Leave preserve_rng_state as it is: the second run must start from the same random state.",
+            older: "That is the older version's way: use_reentrant=False (section 6).",
+        },
     )
 
 
