@@ -32,13 +32,18 @@ exercise(
 )
 
 
+def places(model: nn.Module) -> dict[str, int]:
+    """Where each parameter and buffer begins in memory."""
+    return {name: t.data_ptr() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
 def spread(rank: Any, seed: int, turned: bool = False) -> dict:
     """Broadcast; with `turned`, some weights lie in memory in another order on all ranks but the first."""
     model = build(Mixed, seed).to(rank.device)
     if turned and rank.rank > 0:
         turn(model)
     objects = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    places = {name: t.data_ptr() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    before = places(model)
     with rank.record() as recording:
         rank.submission.broadcast_parameters(model, rank.group)
     now = dict(model.named_parameters(remove_duplicate=False))
@@ -46,11 +51,7 @@ def spread(rank: Any, seed: int, turned: bool = False) -> dict:
         "weights": weights(model),
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "replaced": [name for name, number in objects.items() if name not in now or id(now[name]) != number],
-        "moved": [
-            name
-            for name, t in (*model.named_parameters(), *model.named_buffers())
-            if places.get(name) != t.data_ptr()
-        ],
+        "moved": [name for name, place in places(model).items() if place != before.get(name)],
         "trained": {name: p.requires_grad and p.is_leaf for name, p in now.items()},
         "recording": recording,
     }

@@ -35,25 +35,24 @@ def fill(rank: Any, x: Tensor) -> dict:
             recording.mark("finish")
             wrapped.finish_gradient_synchronization()
         recordings[layers], means[layers] = recording, gradients(model)
-    return {"recordings": recordings, "gradients": means, **fill_doubles(rank, x)}
+    return {"recordings": recordings, "gradients": means}
 
 
-def fill_doubles(rank: Any, x: Tensor) -> dict:
+def fill_doubles(rank: Any, x: Tensor) -> Recording:
     """The chain in float64, with room for two gradients."""
     model = build(chain, 1).double().to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=4 * GRADIENT_BYTES)
     with rank.record() as recording:
-        wrapped(x.double()).square().mean().backward()
+        wrapped(x).square().mean().backward()
         wrapped.finish_gradient_synchronization()
-    return {"double": recording}
+    return recording
 
 
 def observe_buckets(trial: Trial, delays: bool = False) -> SimpleNamespace:
     x = [(trial.normal(4, 16),) for _ in range(trial.num_ranks)]
     model = build(chain, 1).double()
     (sum(model(rows.double()).square().mean() for (rows,) in x) / trial.num_ranks).backward()
-    results = trial.run(fill, per_rank=x, delays=delays)
-    return SimpleNamespace(results=results, expected=gradients(model))
+    return SimpleNamespace(results=trial.run(fill, per_rank=x, delays=delays), expected=gradients(model))
 
 
 def observe_delays(trial: Trial) -> SimpleNamespace:
@@ -148,9 +147,9 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def bytes_are_those_of_the_dtype(trial: Trial) -> None:
     """Gradients in float64 fill a bucket with half as many elements."""
-    seen = trial.once(observe_buckets)
-    for r, result in enumerate(seen.results):
-        sizes = [e.num_bytes for e in result["double"].select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
+    x = [(trial.normal(4, 16, dtype=torch.float64),) for _ in range(trial.num_ranks)]
+    for r, recording in enumerate(trial.run(fill_doubles, per_rank=x)):
+        sizes = [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
         trial.require(
             3 <= len(sizes) <= 4,
             f"six gradients of {2 * GRADIENT_BYTES} bytes, float64, with bucket_bytes={4 * GRADIENT_BYTES} "

@@ -274,13 +274,12 @@ def one_number_travels(trial: Trial) -> None:
             most = 16 * trial.num_ranks  # a gather of all ranks' numbers is as good
             kinds = recording.kinds()
             once = len(kinds) <= 1 or kinds == ["reduce", "broadcast"]  # as an all-reduce in two halves
-            numbers = [
-                e.num_elements for e in recording.select() if e.kind in ("all_reduce", "reduce", "broadcast")
-            ]
+            reduced = [e for e in recording.select() if e.kind in ("all_reduce", "reduce", "broadcast")]
+            many = next((e for e in reduced if e.num_elements > 1), None)
             trial.require(
-                max(numbers, default=1) == 1,
-                f"{max(numbers, default=1)} numbers are reduced, where one is the number of targets",
-                cause="does the loss travel beside it?",
+                many is None,
+                f"it calls {many.describe() if many else ''}, where one number is the number of targets",
+                cause="does the loss travel beside it?" if many and many.dtype.startswith("float") else "",
                 help="One all-reduce of the number of targets.",
                 rank=r,
             )

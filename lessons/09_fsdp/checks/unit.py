@@ -103,6 +103,7 @@ def shards_are_a_share(trial: Trial) -> None:
     counts = [sum(torch.Size(size).numel() for size in result["sizes"]) for result in seen.results]
     trained = [i != FROZEN for i in range(len(SHAPES))]
     for r, result in enumerate(seen.results):
+        moved = sorted(result["trained"]) == sorted(trained)
         trial.require(
             result["same"] == [True] * len(SHAPES),
             "unit.parameters are not the given parameters, in their order",
@@ -119,12 +120,10 @@ def shards_are_a_share(trial: Trial) -> None:
             all(result["leaves"]) and result["trained"] == trained,
             f"the shards' requires_grad are {result['trained']}, and parameter {FROZEN} is frozen",
             help="unit.shards[i] belongs to unit.parameters[i]."
-            if sorted(result["trained"]) == sorted(trained)
+            if moved
             else "nn.Parameter(shard, parameter.requires_grad), for the optimizer.",
             rank=r,
-            cause="the shards are in another order than the parameters"
-            if sorted(result["trained"]) == sorted(trained)
-            else "",
+            cause="the shards are in another order than the parameters" if moved else "",
         )
         trial.require(
             counts[r] <= sum(sizes) / n + max(sizes) + len(SHAPES),

@@ -162,7 +162,7 @@ def require_outputs(trial: Trial, seen: Any) -> None:
         alternatives={
             "it is that of the weights before": seen.stale,
             "block 0 computes with its weights of before: the forward before has left them gathered": Fault(
-                seen.first_is_stale, "After the last block no gather is due: nothing would free it."
+                seen.first_is_stale, "Free all that is gathered, and gather nothing after the last block."
             ),
         },
         help=help,
