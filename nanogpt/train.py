@@ -22,7 +22,7 @@ from nanogpt.cores import keep_to_quota
 from nanogpt.data import Tokens, load_tokens
 from nanogpt.implementation import load_implementation, require
 from nanogpt.loop import Place, Techniques, Trainer
-from nanogpt.memory import keep_freed_memory
+from nanogpt.memory import ask_for_large_pages, keep_freed_memory
 from nanogpt.own_model import OwnModel
 from nanogpt.technique import Implementation, find_technique
 from nanogpt.unfinished import fill_in
@@ -166,5 +166,6 @@ def _run_folder(config: TrainConfig, place: Place, store: dist.Store | None) -> 
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # of the whole process, so not for somebody else who calls main
+    keep_freed_memory()  # both of the whole process, so not for somebody else who calls main
+    ask_for_large_pages()
     sys.exit(main())

@@ -457,6 +457,46 @@ def test_freed_memory_is_taken_again() -> None:
     assert kept * 50 < by_default, f"{kept} pages are filled again, {by_default} by default"
 
 
+PAGES = """
+    import resource
+    import sys
+    import torch
+    from nanogpt.train import ask_for_large_pages  # with all that training imports
+
+    if sys.argv[1] == "ask":
+        ask_for_large_pages()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def large_pages_can_be_asked_for() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[madvise]" in setting.read_text()
+
+
+@pytest.mark.skipif(
+    not large_pages_can_be_asked_for(), reason="this system gives large pages always, or never"
+)
+def test_a_tensor_lies_in_large_pages() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    by_default, asked = (
+        int(
+            subprocess.run(
+                [sys.executable, "-c", textwrap.dedent(PAGES), word],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            ).stdout
+        )
+        for word in ("leave", "ask")
+    )
+    assert asked * 4 < by_default, f"{asked} pages are filled for 64 MiB, {by_default} by default"
+
+
 class Masked(Tokens):
     """Tokens of which many targets do not count: in `empty` rows all, in the others fewer and fewer."""
 
