@@ -23,7 +23,7 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         for what, size, over in (("width", width, num_heads), ("num_heads", num_heads, num_kv_heads)):
             if size % over:
-                raise ValueError(f"{what}={size} does not divide by {over} heads")
+                raise ValueError(f"{what}={size} is not divisible by {over} heads")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_size = width // num_heads
         self.c_attn = nn.Linear(width, (num_heads + 2 * num_kv_heads) * self.head_size, bias=bias)

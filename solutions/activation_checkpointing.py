@@ -160,7 +160,7 @@ def checkpoint_modules(modules: list[nn.Module], function: Callable[..., Tensor]
 def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
     """Have each group of `every` blocks keep only its input; backward computes a group again as a whole.
 
-    Where the number of blocks does not divide by `every`, one group is shorter. Loss and gradients are
+    Where the number of blocks is not divisible by `every`, one group is shorter. Loss and gradients are
     those of the model as it was. A `Dropout` may have a `generator` of its own, or get one later: it drops
     the same elements again, and what the generator draws next does not depend on checkpointing. Changes the
     given model in place and returns it; its Parameter objects stay the same. No other model changes.
@@ -236,7 +236,7 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_size
         x: what the head reads, (N, h).
         weight: the head's, (v, h).
         targets: tokens, (N,). A target of -1 does not count; at least one counts, a chunk may have none.
-        chunk_size: at least 1; where N does not divide by it, a chunk is shorter.
+        chunk_size: at least 1; where N is not divisible by it, a chunk is shorter.
 
     Returns:
         The mean over all counted targets, a scalar.

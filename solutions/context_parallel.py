@@ -244,13 +244,13 @@ def zigzag_split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     Nothing is sent for it.
 
     Raises:
-        ValueError: the dimension does not divide by 2n.
+        ValueError: the dimension is not divisible by 2n.
     """
     # answer
     num_chunks = 2 * group.size()
     if x.size(dim) % num_chunks:
         raise ValueError(
-            f"a sequence of {x.size(dim)} does not divide by {num_chunks}: every one of {group.size()} ranks "
+            f"a sequence of {x.size(dim)} is not divisible by {num_chunks}: each of {group.size()} ranks "
             "takes two chunks of it"
         )
     chunks = x.chunk(num_chunks, dim)
@@ -422,13 +422,13 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> T
     Source: arXiv:2309.14509, section 3.
 
     Raises:
-        ValueError: a or a_kv does not divide by n; it says which number by which.
+        ValueError: a or a_kv is not divisible by n; it says which number by which.
     """
     # answer
     n = group.size()
     for what, heads in (("q", q.size(1)), ("k and v", k.size(1))):
         if heads % n:
-            raise ValueError(f"{heads} heads of {what} do not divide by {n} ranks: each takes whole heads")
+            raise ValueError(f"{heads} heads of {what} are not divisible by {n} ranks: each takes whole ones")
     q, k, v = (_Deal.apply(x, group, 1, 2) for x in (q, k, v))  # (b, a/n, s, d), (b, a_kv/n, s, d)
     k, v = _for_heads(q, torch.stack([k, v]))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -506,7 +506,7 @@ def smallest_hidden_part(
         bytes_per_second: how fast a rank sends. Bytes, not bits.
 
     Raises:
-        ValueError: a speed is 0 or negative, or num_heads does not divide by num_kv_heads.
+        ValueError: a speed is 0 or negative, or num_heads is not divisible by num_kv_heads.
 
     Source: arXiv:2310.01889, section 3, "Arithmetic Intensity Between Hosts": F / B for bf16.
     """
@@ -514,7 +514,7 @@ def smallest_hidden_part(
     if flops_per_second <= 0 or bytes_per_second <= 0:
         raise ValueError(f"speeds are above 0, not {flops_per_second} and {bytes_per_second}")
     if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} heads of q do not divide by {num_kv_heads} of k and v")
+        raise ValueError(f"{num_heads} heads of q are not divisible by {num_kv_heads} of k and v")
     flops_a_pair = 2 if zigzag else 4  # of a query and a key, over h
     sent = 2 * element_bytes * num_kv_heads * flops_per_second
     return int(-(-sent // (flops_a_pair * num_heads * bytes_per_second)))

@@ -56,7 +56,7 @@ class ContextParallelTraining(Parallel):
         parts = 2 * num_ranks
         if config.block_size % parts:
             raise ValueError(
-                f"block_size={config.block_size} does not divide by {parts}: context parallelism gives each "
+                f"block_size={config.block_size} is not divisible by {parts}: context parallelism gives each "
                 f"of {num_ranks} ranks two chunks of every sequence"
             )
         if self.implementation is None and dist.get_backend(self.group) != "nccl":
@@ -89,7 +89,7 @@ def split_plainly(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ValueError: x does not divide.
     """
     if x.size(dim) % group.size():
-        raise ValueError(f"a sequence of {x.size(dim)} does not divide by {group.size()} ranks")
+        raise ValueError(f"a sequence of {x.size(dim)} is not divisible by {group.size()} ranks")
     return x.chunk(group.size(), dim)[group.rank()]
 
 
@@ -109,7 +109,7 @@ class UlyssesTraining(ContextParallelTraining):
         for what, number in (("block_size", config.block_size), ("n_head", config.n_head)):
             if number % num_ranks:
                 raise ValueError(
-                    f"{what}={number} does not divide by {num_ranks}: each rank takes a part of every "
+                    f"{what}={number} is not divisible by {num_ranks}: each rank takes a part of every "
                     "sequence, and in attention whole heads"
                 )
 

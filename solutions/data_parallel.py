@@ -24,7 +24,7 @@ from nanogpt.parallel import Parallel
 def shard_batch(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's rows of a batch that every rank has: (b, ...) to (b/n, ...).
 
-    The shares are disjoint and are the whole batch together. Where b does not divide by n, two
+    The shares are disjoint and are the whole batch together. Where b is not divisible by n, two
     shares differ by at most one row. Tensors of one batch are cut at the same rows. Nothing is sent,
     and the given tensor stays as it was.
     """

@@ -32,7 +32,7 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
             left out.
         inputs, targets: tokens and next tokens (b, s); a target of -1 does not count. At least one counts; a
             micro-batch may have none.
-        num_microbatches: k; where b does not divide by it, micro-batches differ in size.
+        num_microbatches: k; where b is not divisible by it, micro-batches differ in size.
 
     Returns:
         The mean loss over all counted targets, detached.

@@ -91,7 +91,7 @@ def reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     comes in is changed. Any dtype, the same on all ranks; any memory layout, which may differ between ranks.
 
     Raises:
-        ValueError: s does not divide by n.
+        ValueError: s is not divisible by n.
     """
     # answer
     return _ReduceScatterSequence.apply(x, group)
@@ -124,7 +124,7 @@ def scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     ranks.
 
     Raises:
-        ValueError: s does not divide by n.
+        ValueError: s is not divisible by n.
     """
     # answer
     return _ScatterSequence.apply(x, group)
@@ -274,7 +274,7 @@ def sequence_parallel_block(block: Block, group: ProcessGroup) -> Block:
     share a seed (that of the attention's probabilities is free). Changes and returns the given block.
 
     Raises:
-        ValueError: the number of heads does not divide by the number of ranks; nothing was changed.
+        ValueError: the number of heads is not divisible by the number of ranks; nothing was changed.
     """
     # answer
     attention, mlp = tensor_parallel_attention(block.attn, group), tensor_parallel_mlp(block.mlp, group)
@@ -336,14 +336,14 @@ def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     Changes and returns a model that is the same on every rank. Same call and same return values as after
     `tensor_parallelize`: with the same whole batch on every rank; the loss is the dense one on every rank;
     with targets the logits are this rank's part of the vocabulary for all tokens, (b, s, rows); without
-    targets they are whole, (b, 1, v), and equal on every rank. `generate` works; a length that does not
-    divide by n may be refused, with targets or without, or comes out right (by padding). After
+    targets they are whole, (b, 1, v), and equal on every rank. `generate` works; a length that is not
+    divisible by n may be refused, with targets or without, or comes out right (by padding). After
     `loss.backward()` every gradient is complete, over two passes as well, and the same on every rank where
     the parameter is replicated. The forward sends what tensor parallelism's does; the backward may gather
     tokens again. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
 
     Raises:
-        ValueError: n_head does not divide by the number of ranks, and nothing was changed.
+        ValueError: n_head is not divisible by the number of ranks, and nothing was changed.
     """
     # answer
     if not hasattr(model, "transformer"):

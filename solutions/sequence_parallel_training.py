@@ -31,7 +31,7 @@ def sequence_parallelize_with_dtensor(model: GPT, group: ProcessGroup) -> GPT:
     rows, too. Sampling needs a length that divides.
 
     Raises:
-        ValueError: n_head does not divide by the number of ranks.
+        ValueError: n_head is not divisible by the number of ranks.
     """
     require_divides(model.config.n_head, group.size())
     device = model.lm_head.weight.device
@@ -88,7 +88,7 @@ class SequenceParallelTraining(TensorParallelTraining):
         super().check(config, num_ranks)
         if config.block_size % num_ranks:
             raise ValueError(
-                f"block_size={config.block_size} does not divide by {num_ranks} ranks: sequence parallelism "
+                f"block_size={config.block_size} is not divisible by {num_ranks} ranks: sequence parallelism "
                 "gives each rank an equal part of every sequence"
             )
 

@@ -18,9 +18,9 @@ from nanogpt.model import GPT, MLP, CausalSelfAttention, Dropout
 
 
 def shard_size(size: int, group: ProcessGroup, what: str) -> int:
-    """One rank's share of `size`, or a ValueError that says what does not divide by how many ranks."""
+    """One rank's share of `size`, or a ValueError that says what is not divisible by how many ranks."""
     if size % group.size():
-        raise ValueError(f"{what}={size} does not divide by the {group.size()} ranks of the group")
+        raise ValueError(f"{what}={size} is not divisible by the {group.size()} ranks of the group")
     return size // group.size()
 
 
@@ -143,7 +143,7 @@ def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     even one that differs between ranks.
 
     Raises:
-        ValueError: k does not divide by n.
+        ValueError: k is not divisible by n.
     """
     # answer
     return _ScatterToGroup.apply(x, group)
@@ -162,7 +162,7 @@ class ColumnParallelLinear(nn.Module):
     the backward one all-reduce of x's size.
 
     Raises:
-        ValueError: out_features does not divide by the number of ranks.
+        ValueError: out_features is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class RowParallelLinear(nn.Module):
     backward nothing (for a whole x, one all-gather).
 
     Raises:
-        ValueError: in_features does not divide by the number of ranks.
+        ValueError: in_features is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ def tensor_parallel_mlp(mlp: MLP, group: ProcessGroup) -> MLP:
     no other. The dropout after the sum drops the same elements on every rank.
 
     Raises:
-        ValueError: 4h does not divide by the number of ranks; nothing was changed.
+        ValueError: 4h is not divisible by the number of ranks; nothing was changed.
     """
     # answer
     mlp.c_fc = ColumnParallelLinear.from_linear(mlp.c_fc, group=group)
@@ -319,7 +319,7 @@ def tensor_parallel_attention(attention: CausalSelfAttention, group: ProcessGrou
     forward, one backward, and no other. The dropout after the sum drops the same elements on every rank.
 
     Raises:
-        ValueError: the number of heads does not divide by the number of ranks; nothing was changed.
+        ValueError: the number of heads is not divisible by the number of ranks; nothing was changed.
     """
     # answer
     num_heads = attention.c_attn.out_features // (3 * attention.head_size)
@@ -363,7 +363,7 @@ def tensor_parallel_grouped_attention(
     sends one, too, and the gradients of copies: no more than gathering them from all ranks takes.
 
     Raises:
-        ValueError: a does not divide by n, or neither a_kv by n nor n by a_kv; nothing was changed.
+        ValueError: a is not divisible by n, or neither a_kv by n nor n by a_kv; nothing was changed.
     """
     # answer
     n, num_kv_heads = group.size(), attention.num_kv_heads
@@ -509,7 +509,7 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     rank, however the ranks are seeded.
 
     Raises:
-        ValueError: n_head does not divide by the number of ranks; nothing was changed.
+        ValueError: n_head is not divisible by the number of ranks; nothing was changed.
     """
     # answer
     whole = hasattr(model, "transformer") and isinstance(model.transformer.wte, nn.Embedding)

@@ -44,7 +44,7 @@ def parallelize_with_dtensor(model: GPT, group: ProcessGroup) -> GPT:
     Changes and returns the given model. The logits come back whole; `loss_parallel` could avoid that.
 
     Raises:
-        ValueError: n_head does not divide by the number of ranks.
+        ValueError: n_head is not divisible by the number of ranks.
     """
     require_divides(model.config.n_head, group.size())
     device = model.lm_head.weight.device
@@ -74,7 +74,7 @@ def require_divides(num_heads: int, num_ranks: int) -> None:
     """Raise a ValueError if heads cannot be shared out."""
     if num_heads % num_ranks:
         raise ValueError(
-            f"n_head={num_heads} does not divide by {num_ranks} ranks: tensor parallelism gives each rank "
+            f"n_head={num_heads} is not divisible by {num_ranks} ranks: tensor parallelism gives each rank "
             "whole heads"
         )
 

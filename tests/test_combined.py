@@ -99,7 +99,7 @@ def test_pieces_of_gradients_are_not_clipped_where_layers_are_cut(name: str) -> 
 
 def test_each_is_checked_with_its_own_ranks_and_with_the_tokens_and_heads_that_are_left() -> None:
     combined(data_parallel=3, tensor_parallel=4).check(CONFIG, 12)
-    with pytest.raises(ValueError, match="tensor_parallel=3: n_head=4 does not divide by 3"):
+    with pytest.raises(ValueError, match="tensor_parallel=3: n_head=4 is not divisible by 3"):
         combined(data_parallel=2, tensor_parallel=3).check(CONFIG, 6)
     with pytest.raises(ValueError, match=r"sequence_parallel=4: block_size=2 .* context axis has 2"):
         combined(context_parallel=4, sequence_parallel=4).check(CONFIG, 16)

@@ -132,12 +132,12 @@ def refusals() -> list[str]:
 def test_what_does_not_go_is_refused_with_a_sentence() -> None:
     on_cpu, length, checkpointing, *of_ulysses = run_ranks(refusals, ranks=2)[0]
     assert "needs CUDA" in on_cpu
-    assert "block_size=24 does not divide by 10" in length
+    assert "block_size=24 is not divisible by 10" in length
     assert "keeps no scores" in checkpointing
     nowhere, heads, tokens, checkpointing = of_ulysses
     assert "has no --implementation torch" in nowhere
-    assert "n_head=6 does not divide by 4" in heads
-    assert "block_size=24 does not divide by 5" in tokens
+    assert "n_head=6 is not divisible by 4" in heads
+    assert "block_size=24 is not divisible by 5" in tokens
     assert "attention is one function" in checkpointing
 
 

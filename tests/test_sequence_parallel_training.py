@@ -65,17 +65,17 @@ def refusal() -> str:
 
 def test_training_needs_a_length_that_divides() -> None:
     assert set(run_ranks(refusal, ranks=2)) == {
-        "sequence length=7 does not divide by the 2 ranks of the group"
+        "sequence length=7 is not divisible by the 2 ranks of the group"
     }
 
 
 def test_what_does_not_divide_is_refused() -> None:
     config = GPTConfig(vocab_size=48, **CONFIG)
     SequenceParallelTraining().check(config, 4)
-    with pytest.raises(ValueError, match="n_head=12 does not divide by 5 ranks"):
+    with pytest.raises(ValueError, match="n_head=12 is not divisible by 5 ranks"):
         SequenceParallelTraining().check(config, 5)
     config = GPTConfig(vocab_size=48, **(CONFIG | {"block_size": 26}))
-    with pytest.raises(ValueError, match="block_size=26 does not divide by 4 ranks"):
+    with pytest.raises(ValueError, match="block_size=26 is not divisible by 4 ranks"):
         SequenceParallelTraining().check(config, 4)
 
 

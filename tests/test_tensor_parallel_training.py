@@ -38,7 +38,7 @@ def test_ranks_agree_with_dropout(implementation: ModuleType | None) -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     config = GPTConfig(vocab_size=48, **CONFIG)
     TensorParallelTraining().check(config, 4)
-    with pytest.raises(ValueError, match="n_head=12 does not divide by 5 ranks"):
+    with pytest.raises(ValueError, match="n_head=12 is not divisible by 5 ranks"):
         TensorParallelTraining().check(config, 5)
 
 

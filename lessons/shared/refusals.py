@@ -10,7 +10,7 @@ from grader.checks import Trial
 
 
 def undividable(trial: Trial, least: int = 5) -> int:
-    """A number that does not divide by the group's size (any number where one rank divides all)."""
+    """A number that is not divisible by the group's size (any number where one rank divides all)."""
     n = trial.num_ranks
     return trial.integer(least // n + 1, least // n + 4) * n + (trial.integer(1, n - 1) if n > 1 else 0)
 
@@ -58,7 +58,7 @@ def refused(trial: Trial, refusals: Sequence[dict], size: int) -> None:
     for rank, refusal in enumerate(refusals):
         if refusal["error"] is None:
             trial.wrong(
-                f"{size} does not divide by {trial.num_ranks} ranks, and no error was raised",
+                f"{size} is not divisible by {trial.num_ranks} ranks, and no error was raised",
                 help="Use shard_size: it raises the ValueError for you.",
                 rank=rank,
             )

@@ -158,7 +158,7 @@ def zigzag_indices(length, rank, n):
 
 def zigzag_split(x, group, dim):
     if x.size(dim) % (2 * group.size()):
-        raise ValueError(f"{x.size(dim)} does not divide by {2 * group.size()}")
+        raise ValueError(f"{x.size(dim)} is not divisible by {2 * group.size()}")
     return x.index_select(dim, zigzag_indices(x.size(dim), group.rank(), group.size()).to(x.device))
 
 
@@ -210,7 +210,7 @@ class PlainParts(GPT):
                 self.running = False
         n, r, s = self.group.size(), self.group.rank(), idx.size(1)
         if s % n:
-            raise ValueError(f"{s} tokens do not divide by {n} ranks")
+            raise ValueError(f"{s} tokens are not divisible by {n} ranks")
         x = self.embed(idx.chunk(n, 1)[r], torch.arange(s, device=idx.device).chunk(n)[r])
         for block in self.transformer.h:
             x = block(x)

@@ -129,7 +129,7 @@ def zigzag_ring_attention(q, k, v, group):
 def zigzag_split(x, group, dim):
     n, r, dim = group.size(), group.rank(), dim % x.dim()
     if x.size(dim) % (2 * n):
-        raise ValueError(f"{x.size(dim)} does not divide by {2 * n}")
+        raise ValueError(f"{x.size(dim)} is not divisible by {2 * n}")
     size = x.size(dim) // (2 * n)
     return torch.cat([x.narrow(dim, r * size, size), x.narrow(dim, (2 * n - 1 - r) * size, size)], dim)
 

@@ -80,7 +80,7 @@ def tensor_parallel_grouped_attention(attention, group):
     n, rank, d = group.size(), group.rank(), attention.head_size
     a, a_kv = attention.num_heads, attention.num_kv_heads
     if a % n:
-        raise ValueError(f"{a} query heads do not divide by {n}")
+        raise ValueError(f"{a} query heads are not divisible by {n}")
     if a_kv % n and n % a_kv:
         raise ValueError(f"{a_kv} key heads can neither be cut nor copied for {n}")
     own_kv = sorted({head // (a // a_kv) for head in range(rank * a // n, (rank + 1) * a // n)})

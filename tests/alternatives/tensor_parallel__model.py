@@ -91,7 +91,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
             raise ValueError(
-                f"n_embd={self.n_embd} does not divide by n_head={self.n_head}: "
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
                 "every head must have the same size"
             )
 

@@ -289,7 +289,7 @@ def observe_modes(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
 
 @check("accumulate_gradients")
 def gradient_of_the_whole_batch(trial: Trial) -> None:
-    """Where all targets count and b divides by k, loss and .grad are those of one pass over the batch."""
+    """Where all targets count and b is divisible by k, loss and .grad are those of one pass over it all."""
     help = "Each micro-batch's loss is a mean over its own targets: how much of the batch's mean is it?"
     require_one_pass(trial, trial.once(observe_even), help)
 
@@ -310,7 +310,7 @@ def a_microbatch_may_count_nothing(trial: Trial) -> None:
 
 @check("accumulate_gradients")
 def batches_that_do_not_divide(trial: Trial) -> None:
-    """Where b does not divide by k, every sequence still counts, and as much as every other."""
+    """Where b is not divisible by k, every sequence still counts, and as much as every other."""
     help = "Micro-batches differ in size here: Tensor.tensor_split cuts so, and counting targets weighs them."
     require_one_pass(trial, trial.once(observe_ragged), help)
 

@@ -70,7 +70,7 @@ def observe_peaks(trial: Trial) -> list[SimpleNamespace]:
 
 @check("accumulate_gradients")
 def one_microbatch_at_a_time(trial: Trial) -> None:
-    """Where b divides by k, the model never sees more than b/k sequences at once."""
+    """Where b is divisible by k, the model never sees more than b/k sequences at once."""
     for case, result in trial.once(observe_even) + trial.once(observe_uneven):
         allowed = len(case.inputs) // case.num_microbatches
         most = max(result["rows"], default=0)

@@ -27,7 +27,7 @@ exercise(
     hints=(
         "You have both halves: after the reduce-scatter every rank has one chunk of the sum.",
         "All shards of an all-gather have one shape: what does your reduce-scatter return where the size "
-        "does not divide by n?",
+        "is not divisible by n?",
         "The sum must stand in the tensor that was given, whatever its shape and layout: tensor.copy_(...).",
     ),
 )
@@ -67,7 +67,7 @@ def slips(case: Case) -> dict[str, Tensor | list[Tensor]]:
         "only this rank's own chunk of the sum is there: nobody gathered the others": [
             _with_sums(value, total, r * chunk, (r + 1) * chunk) for r, value in enumerate(values)
         ],
-        "the elements that are left over, where the size does not divide by n, were not summed": [
+        "the elements that are left over, where the size is not divisible by n, were not summed": [
             _with_sums(value, total, 0, even) for value in values
         ],
         "the chunks of the sum in the wrong order, each one place too far": _cut(chunks.roll(1, 0), total),
@@ -112,7 +112,7 @@ def every_rank_has_the_sum(trial: Trial) -> None:
 
 @check("ring_all_reduce", subgroup=False)
 def any_size_is_reduced(trial: Trial) -> None:
-    """Sizes that do not divide by n, smaller than n, 0-dim, many dimensions."""
+    """Sizes that are not divisible by n, smaller than n, 0-dim, many dimensions."""
     require_sums(
         trial, trial.once(observe_odd), "Pad to n equal chunks, and cut what is too long at the end."
     )

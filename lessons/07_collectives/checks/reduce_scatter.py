@@ -144,7 +144,7 @@ def shards_are_chunks_of_the_sum(trial: Trial) -> None:
 
 @check("ring_reduce_scatter", subgroup=False)
 def any_size_is_reduced(trial: Trial) -> None:
-    """Sizes that do not divide by n, smaller than n, 0-dim, many dimensions: no element is lost."""
+    """Sizes that are not divisible by n, smaller than n, 0-dim, many dimensions: no element is lost."""
     require_shards(trial, trial.once(observe_odd), "Pad to n chunks of equal size, or make the last shorter.")
 
 

@@ -135,7 +135,7 @@ def slips(case: Case, machines: Machines) -> dict[str, list[Tensor]]:
     for row in left_over:
         row[:even] = total.flatten()[:even]
     rounded = {
-        "the left-over elements, where the size does not divide by the ranks of a machine, were not summed": [
+        "the left-over elements, where the size is not divisible by a machine's ranks, were not summed": [
             row.view_as(total) for row in left_over
         ]
     }
@@ -195,7 +195,7 @@ def every_rank_has_the_sum(trial: Trial) -> None:
 
 @check("two_level_all_reduce")
 def any_size_is_reduced(trial: Trial) -> None:
-    """Sizes that do not divide by n or by m, smaller than n, 0-dim, many dimensions."""
+    """Sizes that are not divisible by n or by m, smaller than n, 0-dim, many dimensions."""
     require_sums(trial, trial.once(observe_odd), "Cut off the padding at the end.")
 
 

@@ -42,7 +42,7 @@ def observe_even(trial: Trial) -> SimpleNamespace:
 
 
 def observe_uneven(trial: Trial) -> SimpleNamespace:
-    """Batches that do not divide by n."""
+    """Batches that are not divisible by n."""
     n = trial.num_ranks
     sizes = [n + 1, 2 * n - 1, 3 * n - 1, 2 * n + 1, n - 1]
     batches = [numbered(b) for b in sizes]
@@ -123,7 +123,7 @@ def require_rows(trial: Trial, seen: SimpleNamespace) -> None:
 
 @check("shard_batch")
 def shares_are_disjoint_and_complete(trial: Trial) -> None:
-    """A batch that divides by n: every row is on exactly one rank, and every rank has b/n rows."""
+    """A batch that is divisible by n: every row is on exactly one rank, and every rank has b/n rows."""
     seen = trial.once(observe_even)
     require_rows(trial, seen)
     require_partition(trial, seen, 0)

@@ -50,7 +50,7 @@ class Chain(nn.Module):
 
 
 def odd_gpt() -> GPT:
-    """A GPT of sizes that do not divide by 3 or 4, with frozen weights in a block and outside."""
+    """A GPT of sizes that are not divisible by 3 or 4, with frozen weights in a block and outside."""
     model = GPT(GPTConfig(block_size=8, vocab_size=VOCAB, n_layer=3, n_head=2, n_embd=10))
     model.transformer.wpe.weight.requires_grad_(False)
     model.transformer.h[1].mlp.c_fc.weight.requires_grad_(False)

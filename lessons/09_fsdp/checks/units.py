@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from grader.checks import Recording, Trial
 
 SHAPES = ((5, 3), (1,), (7,), (4, 6))
-"""Sizes that do not divide by 2, 3 or 4, one number alone."""
+"""Sizes that are not divisible by 2, 3 or 4, one number alone."""
 FROZEN = 2
 """Which of them is frozen."""
 WIDTH = 12

@@ -268,7 +268,7 @@ def attention_drops_alike_on_every_rank(trial: Trial) -> None:
 
 @check("tensor_parallel_attention", world_sizes=(2, 4), subgroup=False)
 def attention_refuses_heads_that_do_not_divide(trial: Trial) -> None:
-    """Heads that do not divide by the ranks are a ValueError; nothing was changed."""
+    """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
     config = small_config(trial, n_head=heads, n_embd=heads * 12)  # the width divides; the heads do not
     results = trial.run(branch_refusal_probe, "tensor_parallel_attention", config)

@@ -196,7 +196,7 @@ def column_starts_as_slices(trial: Trial) -> None:
 
 @check("ColumnParallelLinear", world_sizes=(2, 4), subgroup=False)
 def column_refuses_what_does_not_divide(trial: Trial) -> None:
-    """out_features that do not divide by the ranks are a ValueError."""
+    """out_features that are not divisible by the ranks are a ValueError."""
     size = undividable(trial)
     refused(trial, trial.run(linear_refusal_probe, "ColumnParallelLinear", (4, size)), size)
 

@@ -347,6 +347,6 @@ def scatter_refusal_probe(rank, x: Tensor) -> dict:
 
 @check("scatter_to_group", world_sizes=(2, 4), subgroup=False)
 def scatter_refuses_what_does_not_divide(trial: Trial) -> None:
-    """A last dimension that does not divide by the ranks is a ValueError."""
+    """A last dimension that is not divisible by the ranks is a ValueError."""
     size = undividable(trial)
     refused(trial, trial.run(scatter_refusal_probe, trial.normal(2, size)), size)

@@ -337,8 +337,8 @@ def heads_that_can_not_be_shared_out_are_refused(trial: Trial) -> None:
     """Heads that do not divide are a ValueError; nothing was changed."""
     n = trial.num_ranks
     cases = {  # query heads, key heads
-        (n + 1, n + 1): f"{n + 1} query heads do not divide by {n} ranks",
-        (n + 1, 1): f"{n + 1} query heads do not divide by {n} ranks",
+        (n + 1, n + 1): f"{n + 1} query heads are not divisible by {n} ranks",
+        (n + 1, 1): f"{n + 1} query heads are not divisible by {n} ranks",
         (12, 3): f"of 3 key heads and {n} ranks neither divides the other",
     }
     results = trial.run(grouped_refusal_probe, [(3 * heads, heads, kv) for heads, kv in cases])

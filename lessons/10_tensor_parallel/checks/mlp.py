@@ -138,8 +138,8 @@ def mlp_drops_alike_on_every_rank(trial: Trial) -> None:
 
 @check("tensor_parallel_mlp", world_sizes=(3,), subgroup=False)
 def mlp_refuses_what_does_not_divide(trial: Trial) -> None:
-    """A hidden width that does not divide by the ranks is a ValueError."""
-    width = trial.choice([4, 5, 7, 8])  # 4h divides by 1, 2 and 4 whatever h is
+    """A hidden width that is not divisible by the ranks is a ValueError."""
+    width = trial.choice([4, 5, 7, 8])  # 4h is divisible by 1, 2 and 4 whatever h is
     config = small_config(trial, n_embd=width, n_head=1)
     results = trial.run(branch_refusal_probe, "tensor_parallel_mlp", config)
     refused(trial, results, 4 * width)

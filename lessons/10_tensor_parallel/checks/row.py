@@ -204,7 +204,7 @@ def row_starts_as_slices(trial: Trial) -> None:
 
 @check("RowParallelLinear", world_sizes=(2, 4), subgroup=False)
 def row_refuses_what_does_not_divide(trial: Trial) -> None:
-    """in_features that do not divide by the ranks are a ValueError."""
+    """in_features that are not divisible by the ranks are a ValueError."""
     size = undividable(trial)
     refused(trial, trial.run(linear_refusal_probe, "RowParallelLinear", (size, 4)), size)
 

@@ -237,7 +237,7 @@ def length_is_refused(trial: Trial, name: str) -> None:
 
 @check("reduce_scatter_sequence", world_sizes=(2, 4), subgroup=False)
 def reduce_scatter_refuses_what_does_not_divide(trial: Trial) -> None:
-    """A sequence length that does not divide by the ranks is a ValueError."""
+    """A sequence length that is not divisible by the ranks is a ValueError."""
     length_is_refused(trial, "reduce_scatter_sequence")
 
 
@@ -309,5 +309,5 @@ def scatter_works_without_gradients(trial: Trial) -> None:
 
 @check("scatter_sequence", world_sizes=(2, 4), subgroup=False)
 def scatter_refuses_what_does_not_divide(trial: Trial) -> None:
-    """A sequence length that does not divide by the ranks is a ValueError."""
+    """A sequence length that is not divisible by the ranks is a ValueError."""
     length_is_refused(trial, "scatter_sequence")

@@ -177,7 +177,7 @@ def refusal_probe(rank, config: dict) -> dict:
 
 @check("sequence_parallelize", world_sizes=(2, 4), subgroup=False)
 def model_refuses_heads_that_do_not_divide(trial: Trial) -> None:
-    """Heads that do not divide by the ranks are a ValueError; nothing was changed."""
+    """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
     config = small_config(trial, n_head=heads, n_embd=heads * 12)
     refused(trial, trial.run(refusal_probe, config), heads)

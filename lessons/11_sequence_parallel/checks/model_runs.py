@@ -93,7 +93,7 @@ def one_dropping(
 def observe_model(trial: Trial) -> SimpleNamespace:
     """`plain` and `dropping`: cases with the ranks' results; the first that drops was run in full."""
     n = trial.num_ranks
-    odd = 30 + trial.choice([1, 5, 7, 11])  # divides by no number of ranks
+    odd = 30 + trial.choice([1, 5, 7, 11])  # not divisible by any number of ranks
     plain = [case_with_slips(trial, "v divides", small_config(trial, bias=True))]
     if trial.in_full or n == 3:
         uneven = small_config(trial, bias=False, vocab_size=odd, n_layer=1)

@@ -32,7 +32,7 @@ exercise(
     hints=(
         "out_a is already divided by exp(lse_a). Multiply it by that again, add, divide by the sum.",
         "exp(lse) overflows for scores of a hundred. Subtract the larger lse from both first.",
-        "Where both are -inf the larger one is -inf: take 0 instead, and do not divide by 0.",
+        "Where both are -inf the larger one is -inf: take 0 instead, and are not divisible by 0.",
     ),
 )
 

@@ -344,7 +344,7 @@ def refusal_probe(rank, sizes: dict, length: int) -> str:
 
 @check("context_parallelize", world_sizes=(2, 3, 4))
 def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
-    """A sequence whose length does not divide by n is a ValueError when the model is called."""
+    """A sequence whose length is not divisible by n is a ValueError when the model is called."""
     sizes = small_config(trial)
     length = sizes["length"] - trial.integer(1, trial.num_ranks - 1)
     for r, told in enumerate(trial.run(refusal_probe, sizes, length)):

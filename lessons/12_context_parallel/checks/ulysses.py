@@ -252,7 +252,7 @@ def refused(rank, q: Tensor, k: Tensor) -> tuple[str, str]:
 
 @check("ulysses_attention", world_sizes=(2, 3, 4))
 def heads_that_do_not_divide_are_refused(trial: Trial) -> None:
-    """Heads of q, or of k and v, that do not divide by n are a ValueError that says which number by which."""
+    """Heads of q, or of k and v, that are not divisible by n are a ValueError that names both."""
     n = trial.num_ranks
     few = n - 1 if n > 2 else 1
     for told, a, a_kv in (("a", 2 * n + 1, 2 * n + 1), ("a_kv", few * n * 5, few * 5)):
@@ -262,7 +262,7 @@ def heads_that_do_not_divide_are_refused(trial: Trial) -> None:
             trial.require(
                 kind == "ValueError",
                 f"{a} heads of q and {a_kv} of k and v over {n} ranks gave {kind} where a ValueError belongs",
-                help=f"Look at both before anything is sent: {heads} heads do not divide by {n}.",
+                help=f"Look at both before anything is sent: {heads} heads are not divisible by {n}.",
                 rank=r,
             )
             trial.require(

@@ -124,7 +124,7 @@ def uneven_probe(rank, x: Tensor) -> str:
 
 @check("zigzag_split", world_sizes=(2, 3, 4))
 def what_does_not_divide_is_refused(trial: Trial) -> None:
-    """A dimension that does not divide by 2n is a ValueError, also where it divides by n."""
+    """A dimension that is not divisible by 2n is a ValueError, also where it is divisible by n."""
     n = trial.num_ranks
     for length in (3 * n, 4 * n + 1):
         for r, told in enumerate(trial.run(uneven_probe, trial.normal(2, length))):
