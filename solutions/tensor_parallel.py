@@ -155,8 +155,8 @@ class ColumnParallelLinear(nn.Module):
 
     `weight` (out/n, in), `bias` (out/n) or None. Built directly, the ranks' weights are the slices of one
     dense layer that starts as GPT-2's do: random, with a standard deviation of 0.02, by torch's global seed.
-    No two ranks have the same slice, even when they are seeded alike, and ranks seeded alike go on with the
-    same random numbers. The bias is zero.
+    No two ranks have the same slice, even when they are seeded alike, and ranks seeded alike still draw
+    alike afterwards. The bias is zero.
 
     Each rank computes 1/n of the product. The forward sends nothing (to gather the output, one all-gather),
     the backward one all-reduce of x's size.
@@ -219,7 +219,7 @@ class RowParallelLinear(nn.Module):
     `weight` (out, in/n); `bias` (out) is the same on every rank, and is added once, after the sum. Built
     directly, the ranks' weights are the slices of one dense layer that starts as GPT-2's do: random, with a
     standard deviation of 0.02, by torch's global seed. No two ranks have the same slice, even when they are
-    seeded alike, and ranks seeded alike go on with the same random numbers. The bias is zero.
+    seeded alike, and ranks seeded alike still draw alike afterwards. The bias is zero.
 
     Each rank computes 1/n of the product. The forward sends one all-reduce of the output's size, the
     backward nothing (for a whole x, one all-gather).
@@ -282,8 +282,8 @@ def share_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device | 
 
     It gets a `generator` of its own on `device`, seeded with a number that the group's rank 0 draws from
     torch's global stream and everyone receives; with p = 0 it needs none. Two dropouts that are shared one
-    after the other get different seeds. The ranks' other random numbers stay as they were seeded, and at a
-    call of the dropout nothing is sent.
+    after the other get different seeds. Ranks seeded differently still draw differently afterwards, and
+    ranks seeded alike still draw alike. At a call of the dropout nothing is sent.
     """
     # answer
     if dropout.p == 0.0:
@@ -360,7 +360,7 @@ def tensor_parallel_grouped_attention(
     rank has max(1, a_kv/n): with more ranks than heads, n/a_kv neighbouring ranks have copies of one.
     `c_attn.weight` ((a/n + 2·max(1, a_kv/n))·d, h), `c_proj.weight` (h, h/n). After backward every gradient
     is the dense one's part, also in each copy. The forward sends one all-reduce of x's size. The backward
-    sends one, too, and the gradients of copies: no more than gathering them from all ranks takes.
+    sends one, too, and for the copies no more than an all-gather of all their gradients would send.
 
     Raises:
         ValueError: a is not divisible by n, or neither a_kv by n nor n by a_kv; nothing was changed.
@@ -395,10 +395,10 @@ def tensor_parallel_grouped_attention(
 class VocabParallelEmbedding(nn.Module):
     """A token table of which rank r holds the r-th slice of the rows.
 
-    `weight` (rows, h), rows at most ceil(v/n): a vocabulary that does not divide is padded, or leaves some
-    ranks fewer rows. Built directly, the ranks' rows are one table that starts as GPT-2's does: random, with
+    `weight` (rows, h), rows at most ceil(v/n): where v is not divisible by n, rows of zeros fill up, or some
+    ranks have fewer. Built directly, the ranks' rows are one table that starts as GPT-2's does: random, with
     a standard deviation of 0.02, by torch's global seed. No two ranks have the same rows, even when they are
-    seeded alike, and ranks seeded alike go on with the same random numbers.
+    seeded alike, and ranks seeded alike still draw alike afterwards.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, group: ProcessGroup) -> None:
@@ -420,7 +420,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @staticmethod
     def _own_rows(whole: Tensor, group: ProcessGroup) -> Tensor:
-        """This rank's rows of a table (v, h), with rows of zeros where it ends early."""
+        """This rank's rows of a table (v, h): where it ends early, filled up with zeros, or shorter."""
         # answer
         padding = -whole.size(0) % group.size()
         return own_slice(F.pad(whole, (0, 0, 0, padding)), 0, group)

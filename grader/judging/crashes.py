@@ -103,6 +103,11 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "the tensor cut, or padded, for another number of ranks?",
     ),
     (
+        r"allgather: invalid tensor size at index \d+ \(expected \((.*)\), got \(1, \1\)\)",
+        "all_gather_into_tensor was given an output of (n, ...): gloo joins along the first dimension alone",
+        "For an input of (k, ...) the output is (n·k, ...); .view(n, k, ...) takes it apart again.",
+    ),
+    (
         r"index out of range in self|index \d+ is out of bounds for dimension",
         "a row is looked up that is not there",
         "Is it a number of the whole, where this rank's part is shorter, or -1, which is ignored? Subtract "

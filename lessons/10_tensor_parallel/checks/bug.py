@@ -117,16 +117,21 @@ def forward_stays_right(trial: Trial) -> None:
 def gradient_of_x_is_complete(trial: Trial) -> None:
     """The gradient of x is the dense one, the same on every rank."""
     seen = trial.once(observe_multi_query)
+    more = trial.num_ranks - 1
+    through_shared = seen.x_gradient_through_shared
     trial.close(
         "the gradient of x",
         each_rank(seen, "gradient"),
         seen.x_gradient,
         alternatives={
             "what comes through keys and values counts n times: summed before key_value, and after it": (
-                seen.x_gradient + (trial.num_ranks - 1) * seen.x_gradient_through_shared
+                seen.x_gradient + more * through_shared
+            ),
+            "what comes through the queries counts n times: ColumnParallelLinear sums it already": (
+                seen.x_gradient + more * (seen.x_gradient - through_shared)
             ),
         },
-        help="One part came through the queries, one through the keys and values. Which of them is partial?",
+        help="It has one part through the queries and one through keys and values: each counts once, whole.",
     )
 
 

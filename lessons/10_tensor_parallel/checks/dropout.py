@@ -22,6 +22,9 @@ exercise(
 )
 
 
+ALIKE = 5
+"""The seed of ranks that are seeded alike."""
+
 MANY = 30
 """Dropouts of a model of some layers, of which no two may draw alike."""
 
@@ -46,7 +49,17 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
         "streams": [one_of_many(rank) for _ in range(MANY)],
         "asleep": first.eval()(ones),
         "own": torch.rand(8),
+        "alike": drawn_by_ranks_seeded_alike(rank, probability),
     }
+
+
+def drawn_by_ranks_seeded_alike(rank, probability: float) -> dict[str, torch.Tensor]:
+    """What a rank draws without a dropout, and after one, with the same seed on every rank."""
+    rank.seed(ALIKE)
+    without = torch.rand(8)
+    rank.seed(ALIKE)
+    rank.submission.share_dropout(Dropout(probability), rank.group, rank.device)
+    return {"without": without, "after": torch.rand(8)}
 
 
 def observe_dropout(trial: Trial) -> SimpleNamespace:
@@ -143,13 +156,23 @@ def rate_and_scale_are_right(trial: Trial) -> None:
 
 @check("share_dropout")
 def other_random_numbers_stay_the_ranks_own(trial: Trial) -> None:
-    """torch's global stream still differs between ranks that were seeded differently."""
+    """Afterwards ranks seeded differently still draw differently, and ranks seeded alike draw alike."""
     own = each_rank(trial.once(observe_dropout), "own")
     for rank in range(1, trial.num_ranks):
         trial.require(
             not torch.equal(own[rank], own[0]),
             f"ranks 0 and {rank} draw the same numbers from torch's global stream afterwards",
             help="Seed a generator of the dropout's own; torch.manual_seed changes everyone's numbers.",
+            rank=rank,
+        )
+    alike = each_rank(trial.once(observe_dropout), "alike")
+    alone = [rank for rank, drawn in enumerate(alike) if not torch.equal(drawn["after"], drawn["without"])]
+    for rank in range(1, trial.num_ranks):
+        trial.require(
+            torch.equal(alike[rank]["after"], alike[0]["after"]),
+            f"ranks 0 and {rank} were seeded alike, and afterwards draw different numbers",
+            help="Let every rank draw a number. Rank 0's is used, and nobody is ahead of the others.",
+            cause="rank 0 alone has drawn from torch's global stream" if alone == [0] else "",
             rank=rank,
         )
 
