@@ -339,8 +339,9 @@ def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     targets they are whole, (b, 1, v), and equal on every rank. `generate` works; a length that is not
     divisible by n may be refused, with targets or without, or comes out right (by padding). After
     `loss.backward()` every gradient is complete, over two passes as well, and the same on every rank where
-    the parameter is replicated. The forward sends what tensor parallelism's does; the backward may gather
-    tokens again. Parameter names stay GPT's; `lm_head` and `wte` stay tied.
+    the parameter is replicated. The forward sends at most half an all-reduce of (b, s, h) more than tensor
+    parallelism's; the backward may gather tokens again. Parameter names stay GPT's; `lm_head` and `wte` stay
+    tied.
 
     Raises:
         ValueError: n_head is not divisible by the number of ranks, and nothing was changed.

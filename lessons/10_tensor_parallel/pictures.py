@@ -29,8 +29,8 @@ def draw_wall() -> None:
     for name, h in TRAINED.items():
         size = 192 * h**2 / 1e9
         axes.plot(h, size, "o", color=BLUE)
-        place, side = ((8, -12), "left") if size > 50 else ((-7, 3), "right")  # beside the line of a GPU
-        axes.annotate(name, (h, size), place, textcoords="offset points", ha=side, fontsize=9)
+        place = (-7, 6) if size > 50 else (-7, 3)  # above the line of a GPU
+        axes.annotate(name, (h, size), place, textcoords="offset points", ha="right", fontsize=9)
     axes.axhline(80, color=RED, linestyle="--")
     axes.text(130, 100, "one GPU of 80 GB", color=RED)
     axes.set(

@@ -186,7 +186,7 @@ def sampling_is_right(trial: Trial, function: str, config: dict, length: int) ->
             "the logits of the last token of a sequence that is one shorter",
             shorter,
             last,
-            help="What pads the sequence comes after the last real token: take the logits of that one.",
+            help="Pad at the end, and take the last real token's logits: a pad before it shifts it.",
         )
 
 

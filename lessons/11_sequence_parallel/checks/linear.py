@@ -121,6 +121,25 @@ def gradient_of_own_tokens(trial: Trial) -> None:
         )
 
 
+def tokens_in_another_order(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Gradients of the weight from a gradient of y and an x that were not flattened alike."""
+    x = torch.cat(seen.xs, 1).double()
+    by_rank = torch.cat(seen.xs, 0).double().flatten(0, 1)
+    by_token = x.transpose(0, 1).flatten(0, 1)
+    ways = {
+        "x was transposed before it was flattened, and the gradient was not": lambda u: (
+            u.flatten(0, 1).T @ by_token
+        ),
+        "the gradient was transposed before it was flattened, and x was not": lambda u: (
+            u.transpose(0, 1).flatten(0, 1).T @ x.flatten(0, 1)
+        ),
+        "the ranks' tokens of x stand one below the other, the gradient's sequence by sequence": lambda u: (
+            u.flatten(0, 1).T @ by_rank
+        ),
+    }
+    return {told: [way(u.double()) for u in seen.upstreams] for told, way in ways.items()}
+
+
 @check("gathered_linear")
 def weight_learns_from_all_tokens(trial: Trial) -> None:
     """The gradients of weight and bias come from all tokens, and two passes add up."""
@@ -135,6 +154,7 @@ def weight_learns_from_all_tokens(trial: Trial) -> None:
             seen.for_weight,
             alternatives={
                 "only this rank's own tokens: x was not gathered again": own,
+                **tokens_in_another_order(seen),
                 "this rank's own tokens stand in the place of every rank's": [
                     u.flatten(0, 1).double().T @ x.repeat(1, trial.num_ranks, 1).flatten(0, 1).double()
                     for u, x in zip(seen.upstreams, seen.xs, strict=True)

@@ -119,7 +119,7 @@ def gradients_of_two_passes_add_up(trial: Trial) -> None:
 
 @check("sequence_parallelize")
 def sends_what_tensor_parallel_sends(trial: Trial) -> None:
-    """Forward no more than tensor parallelism; backward also what is gathered again, and small sums."""
+    """Forward at most half an all-reduce more than tensor parallelism; backward what is gathered again."""
     n = trial.num_ranks
     for seen in trial.once(observe_model).plain:
         tokens, layers, h = seen.idx.numel(), seen.config["n_layer"], seen.config["n_embd"]
