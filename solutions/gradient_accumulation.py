@@ -22,8 +22,8 @@ from solutions.flops_and_memory import activation_bytes, count_parameters, model
 def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
     """Add the gradient of a whole batch to `.grad`, one micro-batch at a time.
 
-    Afterwards `.grad` is what `model(inputs, targets)[1].backward()` would have made it: a frozen parameter
-    still has none. At most one micro-batch's activations are alive at once. Inputs, targets, weights
+    Afterwards `.grad` is what `model(inputs, targets)[1].backward()` would have made it; a frozen parameter
+    keeps its None. At most one micro-batch's activations are alive at once. Inputs, targets, weights
     and the training mode are left alone.
 
     Args:

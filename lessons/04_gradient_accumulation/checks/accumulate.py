@@ -216,7 +216,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             loss,
             alternatives={text: total for text, (total, _) in found.items()},
             factors=factors,
-            help=help,
+            help=help if isinstance(result["loss"], Tensor) else "Return a tensor, and detach it.",
         )
 
 
@@ -290,7 +290,7 @@ def observe_modes(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
 @check("accumulate_gradients")
 def gradient_of_the_whole_batch(trial: Trial) -> None:
     """Where all targets count and b is divisible by k, loss and .grad are those of one pass over it all."""
-    help = "Each micro-batch's loss is a mean over its own targets: how much of the batch's mean is it?"
+    help = "A micro-batch's loss is a mean over its own targets: it counts by its share of the batch's."
     require_one_pass(trial, trial.once(observe_even), help)
 
 

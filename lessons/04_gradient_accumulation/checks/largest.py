@@ -173,6 +173,7 @@ def ask_large(trial: Trial) -> Answers:
 # --- what known slips lead to ---
 
 
+FEWER_THAN_NONE = "fewer than none"
 FITS_EXACTLY = "what fills the memory exactly fits, too"
 FIRST_TOO_LARGE = "always one too many: this is the first that does not fit"
 
@@ -225,7 +226,7 @@ def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str,
     return {
         FITS_EXACTLY: true.largest(memory - 1),
         **{text: need_of_slip.largest(memory) for text, need_of_slip in wrong.items()},
-        "fewer than none": (memory - true.states - true.once) // (true.each + true.head),
+        FEWER_THAN_NONE: (memory - true.states - true.once) // (true.each + true.head),
         "a power of two: every whole number is allowed": 2 ** (right.bit_length() - 1) if right else 0,
         FIRST_TOO_LARGE: right + 1,
         "always one too few: one more fits": right - 1,
@@ -236,6 +237,11 @@ def of_the_last_byte(config: GPTConfig, memory: int, recipe: str, length: int) -
     """The slips that can be told apart where memory is filled to the byte; other terms look all alike."""
     known = slips(config, memory, recipe, length)
     return {text: known[text] for text in (FITS_EXACTLY, FIRST_TOO_LARGE)}
+
+
+def of_no_room(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str, float]:
+    """The slips that can be told apart where 0 or 1 fits; other terms look all alike."""
+    return {FEWER_THAN_NONE: slips(config, memory, recipe, length)[FEWER_THAN_NONE]}
 
 
 def require(
@@ -290,7 +296,7 @@ def fits_means_at_most(trial: Trial) -> None:
 def zero_where_one_does_not_fit(trial: Trial) -> None:
     """Where the states, or one sequence beside them, do not fit, the answer is 0."""
     help = "Without room for one sequence the answer is 0: not below, not 1, and no error."
-    require(trial, trial.once(ask_none), help)
+    require(trial, trial.once(ask_none), help, of_no_room)
 
 
 @check("largest_microbatch")

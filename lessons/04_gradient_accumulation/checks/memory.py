@@ -74,10 +74,16 @@ def one_microbatch_at_a_time(trial: Trial) -> None:
     for case, result in trial.once(observe_even) + trial.once(observe_uneven):
         allowed = len(case.inputs) // case.num_microbatches
         most = max(result["rows"], default=0)
+        by_size = result["rows"] == [len(part) for part in case.inputs.split(case.num_microbatches)]
         trial.require(
             most <= allowed,
             f"{case.told}: the model ran on {most} sequences at once, where a micro-batch has {allowed}",
-            help="Cut the batch first; forward and backward belong into the loop.",
+            help="tensor_split takes the number of pieces."
+            if by_size
+            else "Cut the batch first; forward and backward belong into the loop.",
+            cause=f"the micro-batches have k = {case.num_microbatches} sequences each: split takes a size"
+            if by_size
+            else "",
         )
 
 
