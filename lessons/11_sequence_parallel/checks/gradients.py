@@ -10,6 +10,14 @@ from grader.checks import Fault, Trial, each_rank, is_close, parts
 from lessons_shared.cut_gpt import cut_dim, fused_of, head_orders, heads_of, is_special
 from lessons_shared.cut_gpt_checks import after
 
+ASKED = {
+    None: "Every rank has the whole parameter and uses it for its own tokens: its gradient is the sum over "
+    "the group, once for each backward.",
+    0: "Every rank has rows of its own, and their gradient comes from all tokens: the ranks sum nothing.",
+    1: "What enters this layer is a slice of every token's features; is its gradient there for every token?",
+}
+"""What holds for the gradient of a parameter that is cut along this dimension, or along none."""
+
 
 def block_gradients_are_right(
     trial: Trial,
@@ -36,15 +44,7 @@ def block_gradients_are_right(
             [g.get(name) for g in each_rank(seen, which)],
             expected,
             alternatives=partial(slips_of, seen, which, name, expected, passes),
-            help=(
-                "Every rank has the whole parameter and uses it for its own tokens: its gradient is the "
-                "sum over "
-                "the group, once for each backward."
-                if dim is None
-                else "What enters this layer is a slice of the features of every token; is its gradient "
-                "there "
-                "for every token?"
-            ),
+            help=ASKED[dim],
         )
 
 
