@@ -267,7 +267,7 @@ def heads_that_do_not_divide_are_refused(trial: Trial) -> None:
             )
             trial.require(
                 {str(heads), str(n)} <= set(re.findall(r"\d+", message)),
-                f'the error for {heads} heads over {n} ranks says "{message}": which number does not divide '
+                f'the error for {heads} heads over {n} ranks says "{message}": which number is not divisible '
                 "by which?",
                 help=f"Name both, {heads} and {n}: who reads it has to change one of them.",
                 rank=r,
