@@ -127,8 +127,8 @@ def activation_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -
     buffers. Keys as in `count_parameters`: each part has what it keeps, and a storage that two parts could
     claim, such as a norm's output, counts with one of them. The parts add up to `total`.
 
-    For a star, the total is exact, for b >= 2 and a >= 2: with tokens, positions and targets, each norm's
-    statistics, and whatever else is too small to matter.
+    An extra that earns a star: the total is exact, for b >= 2 and a >= 2, with tokens, positions and
+    targets, each norm's statistics, and whatever else is too small to matter.
     """
     # answer
     s, h, a, layers = sequence_length, config.n_embd, config.n_head, config.n_layer

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from grader.judging.crashes import why_crashed
+from nanogpt.model import GPT, GPTConfig
 
 
 class Same(torch.autograd.Function):
@@ -135,6 +136,14 @@ def test_torchs_words_are_known(fail, words: str) -> None:
         fail()
     cause, step = why_crashed(error.type.__name__, str(error.value), (), (), 2)
     assert words in cause and step
+
+
+def test_logits_of_one_position_are_asked_for_where_the_loss_takes_all() -> None:
+    logits, loss = GPT(GPTConfig(8, 8, n_layer=1, n_head=1, n_embd=4))(torch.zeros(2, 4, dtype=torch.long))
+    assert loss is None
+    with pytest.raises(ValueError, match="batch_size") as error:
+        nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(8, dtype=torch.long))
+    assert "the last one alone" in why_crashed("ValueError", str(error.value), (), (), 0)[1]
 
 
 def test_without_ranks_none_is_spoken_of() -> None:

@@ -189,6 +189,8 @@ def test_numbers_that_are_not_finite_have_a_place() -> None:
     told = cause([nan], [WHOLE])
     assert told.startswith("it contains NaN: 6 of 48 elements, in row 2 of 8, and the others are right")
     assert "the others are right" not in cause([spoiled(nan, 5, 5)], [WHOLE])
+    assert cause([torch.tensor(-math.nan)], [torch.tensor(2.0)]).startswith("it is NaN")
+    assert cause([torch.tensor(math.inf)], [torch.tensor(2.0)]).startswith("it is infinite")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors' own NaN has no sign either")

@@ -97,6 +97,12 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "F.cross_entropy(..., ignore_index=-1) leaves it out.",
     ),
     (
+        r"Expected input batch_size \(\d+\) to match target batch_size",
+        "",
+        "Of which positions are these logits? Without targets, the model computes those of the last one "
+        "alone: model(tokens, targets) returns all of them, and the loss.",
+    ),
+    (
         r"outputShape\[0\] \* worldSize == inputShape\[0\]",
         "",
         "The input of a reduce-scatter is its output times the ranks of its group: was "

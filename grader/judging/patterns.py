@@ -251,6 +251,8 @@ def not_finite(pair: Pair) -> str:
         if not count:
             continue
         asked = NEVER_WRITTEN if name == "NaN" and _as_filled(pair) else ""
+        if actual.numel() == 1:
+            return f"it is {'NaN' if name == 'NaN' else 'infinite'}{asked}"
         if count == actual.numel():
             return f"it contains {name}: all of its elements{asked}"
         rest = is_close(actual[~where], expected[~where], 1e-4)

@@ -139,10 +139,11 @@ def show_two_epochs(train_epoch: Callable, config: GPTConfig, tokens: Tokens) ->
     rates, losses, moved = measures.two_epochs(train_epoch, config, tokens)
     right_rates, right_losses, right = measures.two_epochs(measures.in_whole_batches, config, tokens)
     shown = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"  # noqa: E731
-    print("step   learning rate   in whole batches    loss   in whole batches")
+    print(f"{'':4} {'micro-batches':>25}   {'whole batches':>25}")
+    print(f"step {'learning rate':>16} {'loss':>8}   {'learning rate':>16} {'loss':>8}")
     for i, row in enumerate(zip_longest(rates, right_rates, losses, right_losses), start=1):
         rate, right_rate, loss, right_loss = (shown(x, n) for x, n in zip(row, (5, 5, 3, 3), strict=True))
-        print(f"{i:4} {rate:>15} {right_rate:>18} {loss:>7} {right_loss:>18}")
+        print(f"{i:4} {rate:>16} {loss:>8}   {right_rate:>16} {right_loss:>8}")
     error = ((moved - right).norm() / right.norm()).item()
     told = "less than 0.1%" if error < 0.001 else f"{error:.0%}"
     print(f"After two epochs the weights differ by {told} of the way that they went.")

@@ -100,7 +100,7 @@ def draw_kept(cut: Any, predict: Callable[..., int]) -> None:
         measured["gather_again"][n] = run_ranks(measures.costs_of_a_block, cut, ranks=n)[0]["kept"]
     _, axes = figure(figsize=(9, 3.3))
     for scheme, color, told in (
-        ("tensor_parallel", ORANGE, "tensor parallel"),
+        ("tensor_parallel", GREY, "tensor parallel"),
         ("sequence_parallel", GREEN, "sequence parallel,\ngathered inputs kept"),
         ("gather_again", BLUE, "sequence parallel,\ngathered again"),
     ):
@@ -140,10 +140,11 @@ def draw_published() -> None:
     found = answers.published_bytes(s=2048, b=1, h=12288, a=96, n=8)
     for i, num_bytes in enumerate(found.values()):
         size = 96 * num_bytes / 1e9
-        axes.barh(i, size, color=(ORANGE, BLUE)[i % 2])
+        axes.barh(i, size, color=(GREY, BLUE)[i % 2])
         axes.text(size, i, f" {size:.1f} GB", va="center")
     axes.set_yticks(range(len(found)), found)
-    axes.set(xlabel="GB kept on each rank", title="GPT-3 175B, one sequence of 2048 tokens, 8 ranks")
+    axes.set_xlabel("GB kept on each rank")
+    axes.set_title("GPT-3 175B: all 96 layers, one sequence of 2048 tokens, 8 ranks")
     axes.invert_yaxis()
     plt.tight_layout()
     plt.show()

@@ -1,12 +1,14 @@
 """Numbers that do not divide, and the error that says so."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from grader.checks import Trial
+from grader.checks import CheckEnded, Trial, Verdict
+
+USE_SHARD_SIZE = "Use shard_size: it raises the ValueError for you."
 
 
 def undividable(trial: Trial, least: int = 5) -> int:
@@ -51,15 +53,21 @@ def _different(was: dict[str, tuple], now: dict[str, tuple]) -> list[str]:
     return [name for name in was if not same(name)] + [name for name in now if name not in was]
 
 
-def refused(trial: Trial, refusals: Sequence[dict], size: int) -> None:
-    """On every rank a ValueError came, and nothing was changed before it."""
+def refused(trial: Trial, size: int, probe: Callable, *arguments: Any, **options: Any) -> None:
+    """On every rank a ValueError comes, and nothing is changed before it.
+
+    Args:
+        size: what is not divisible by the ranks.
+        probe: what runs on each rank with the arguments and options of `Trial.run`, and returns what
+            `refusal_of` does.
+    """
     if trial.num_ranks == 1:
         return
-    for rank, refusal in enumerate(refusals):
+    for rank, refusal in enumerate(_refusals(trial, size, probe, *arguments, **options)):
         if refusal["error"] is None:
             trial.wrong(
                 f"{size} is not divisible by {trial.num_ranks} ranks, and no error was raised",
-                help="Use shard_size: it raises the ValueError for you.",
+                help=USE_SHARD_SIZE,
                 rank=rank,
             )
         kind, message = refusal["error"]
@@ -71,3 +79,15 @@ def refused(trial: Trial, refusals: Sequence[dict], size: int) -> None:
             help="Ask shard_size before you replace anything.",
             rank=rank,
         )
+
+
+def _refusals(trial: Trial, size: int, probe: Callable, *arguments: Any, **options: Any) -> list[dict]:
+    """The ranks' refusals; ranks that go on instead send parts of different sizes, and may never end."""
+    try:
+        return trial.run(probe, *arguments, **options)
+    except CheckEnded as end:
+        if end.verdict == Verdict.HUNG:
+            told = f"{size} is not divisible by {trial.num_ranks} ranks, and no error was raised"
+            end.cause = f"{told}: the ranks went on, with parts that do not fit together"
+            end.help = USE_SHARD_SIZE
+        raise

@@ -41,6 +41,7 @@ def train(
     steps: list[dict[str, Any]] = []
     shapes: list[tuple[int, ...]] = []
     losses = []
+    attached = False
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps.append({"gradient": gradient_of(model), "rate": optimizer.param_groups[0]["lr"]})
@@ -50,9 +51,10 @@ def train(
     for _ in range(num_epochs):
         given = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
         found = rank.submission.train_epoch(model, optimizer, scheduler, given, accumulate)
-        losses.append([float(loss) for loss in found])
+        attached |= any(isinstance(loss, torch.Tensor) and loss.requires_grad for loss in found)
+        losses.append([float(loss.detach() if isinstance(loss, torch.Tensor) else loss) for loss in found])
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"steps": steps, "losses": losses, "weights": weights, "shapes": shapes}
+    return {"steps": steps, "losses": losses, "weights": weights, "shapes": shapes, "attached": attached}
 
 
 def measure(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> list[Any]:
@@ -207,6 +209,11 @@ def losses_are_the_means_of_the_steps(trial: Trial) -> None:
             alternatives={text: torch.tensor(losses) for text, losses in wrong.items()},
             factors={"accumulate": float(seen.case.accumulate)},
             help="One number a step, weighed as the gradient is.",
+        )
+        trial.require(
+            not seen.result["attached"],
+            f"{told(seen.case)}: the losses are tensors with their graphs, and not numbers",
+            help="loss.item() is a float. Who keeps a graph for every step of a run keeps more and more.",
         )
 
 

@@ -198,7 +198,7 @@ def column_starts_as_slices(trial: Trial) -> None:
 def column_refuses_what_does_not_divide(trial: Trial) -> None:
     """out_features that are not divisible by the ranks are a ValueError."""
     size = undividable(trial)
-    refused(trial, trial.run(linear_refusal_probe, "ColumnParallelLinear", (4, size)), size)
+    refused(trial, size, linear_refusal_probe, "ColumnParallelLinear", (4, size))
 
 
 @check("ColumnParallelLinear")

@@ -349,4 +349,4 @@ def scatter_refusal_probe(rank, x: Tensor) -> dict:
 def scatter_refuses_what_does_not_divide(trial: Trial) -> None:
     """A last dimension that is not divisible by the ranks is a ValueError."""
     size = undividable(trial)
-    refused(trial, trial.run(scatter_refusal_probe, trial.normal(2, size)), size)
+    refused(trial, size, scatter_refusal_probe, trial.normal(2, size))

@@ -141,8 +141,7 @@ def mlp_refuses_what_does_not_divide(trial: Trial) -> None:
     """A hidden width that is not divisible by the ranks is a ValueError."""
     width = trial.choice([4, 5, 7, 8])  # 4h is divisible by 1, 2 and 4 whatever h is
     config = small_config(trial, n_embd=width, n_head=1)
-    results = trial.run(branch_refusal_probe, "tensor_parallel_mlp", config)
-    refused(trial, results, 4 * width)
+    refused(trial, 4 * width, branch_refusal_probe, "tensor_parallel_mlp", config)
 
 
 @check("tensor_parallel_mlp")

@@ -273,4 +273,4 @@ def model_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
     config = small_config(trial, n_head=heads, n_embd=heads * 12)
-    refused(trial, trial.run(model_refusal_probe, config), heads)
+    refused(trial, heads, model_refusal_probe, config)

@@ -206,7 +206,7 @@ def row_starts_as_slices(trial: Trial) -> None:
 def row_refuses_what_does_not_divide(trial: Trial) -> None:
     """in_features that are not divisible by the ranks are a ValueError."""
     size = undividable(trial)
-    refused(trial, trial.run(linear_refusal_probe, "RowParallelLinear", (size, 4)), size)
+    refused(trial, size, linear_refusal_probe, "RowParallelLinear", (size, 4))
 
 
 @check("RowParallelLinear")

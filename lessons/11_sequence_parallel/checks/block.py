@@ -317,7 +317,7 @@ def block_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
     config = small_config(trial, n_head=heads, n_embd=heads * 12)  # the width divides; the heads do not
-    refused(trial, trial.run(refusal_probe, config), heads)
+    refused(trial, heads, refusal_probe, config)
 
 
 @check("sequence_parallel_block")

@@ -232,7 +232,7 @@ def refusal_probe(rank, name: str, x: Tensor) -> dict:
 def length_is_refused(trial: Trial, name: str) -> None:
     """A sequence that does not divide is refused."""
     length = undividable(trial)
-    refused(trial, trial.run(refusal_probe, name, trial.normal(2, length, 3)), length)
+    refused(trial, length, refusal_probe, name, trial.normal(2, length, 3))
 
 
 @check("reduce_scatter_sequence", world_sizes=(2, 4), subgroup=False)
