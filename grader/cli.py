@@ -136,6 +136,7 @@ def run(
     from grader.grading import grade_once
     from grader.judging.judge import Settings
 
+    gc.freeze()  # nor is it looked at again, or taken apart at the end
     gc.enable()
     if watch and path is None:
         _stop("--watch needs a PATH")

@@ -434,11 +434,21 @@ def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:
     """Of the main thread and of the others; where the system does not tell, all is the main thread's."""
     times = process.cpu_times()
     total = times.user + times.system
+    main = _main_thread_seconds(process)
+    return (total, 0.0) if main is None else (main, total - main)
+
+
+def _main_thread_seconds(process: psutil.Process) -> float | None:
+    """Linux has a file for it. To ask for all threads takes milliseconds: each group of gloo's has three."""
+    try:
+        with open(f"/proc/{process.pid}/task/{process.pid}/stat", "rb") as file:
+            user, system = file.read().rpartition(b")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        pass
     with contextlib.suppress(psutil.AccessDenied):  # macOS tells nobody but root
-        threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
-        main = threads.get(process.pid, total)
-        return main, total - main
-    return total, 0.0
+        return next((t.user_time + t.system_time for t in process.threads() if t.id == process.pid), None)
+    return None
 
 
 def _could_run(process: psutil.Process) -> bool:
