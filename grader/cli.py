@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
+from grader.early import begin_server
 from grader.judging.catalogue import catalogue
 from grader.ranks.faults import CannotGradeError, unforeseen
 from grader.ranks.limits import Limits
@@ -132,6 +133,9 @@ def run(
 ) -> None:
     """Grade PATH, or without one the notebooks of the whole course."""
     _known(only)
+    begun = begin_server(path, isolate, device)
+    if begun is not None:
+        click.get_current_context().call_on_close(begun.end)
     gc.disable()  # imports make much and free little: collecting meanwhile takes most of a second
     from grader.grading import grade_once
     from grader.judging.judge import Settings
@@ -151,7 +155,9 @@ def run(
             jobs=jobs,
             total_timeout=total_timeout,
             json_file=json_file,
+            begun=begun,
         )
+        begun = None  # a save needs a new one
         if path is None or not watch:
             sys.exit(code)
         click.echo(f"watching {path} (Ctrl-C ends)")

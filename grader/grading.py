@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from grader.early import isolation_for
 from grader.judging.course import find_exercise
 from grader.judging.judge import Settings, grade_task, tasks
 from grader.judging.reading import NothingToReadError, UnreadableError
 from grader.judging.side_by_side import Neighbours, sensible_jobs, side_by_side
-from grader.judging.submission import Submission
 from grader.judging.verdicts import ExerciseReport, Verdict, readable
 from grader.ranks.faults import CannotGradeError, unforeseen
-from grader.ranks.isolation import Isolation
+from grader.ranks.server import Server
 from grader.report import print_exercise, print_table, summary
 from grader.report_file import Record, make_sure_it_can_be_written, write_report
 from grader.statuses import COULD_NOT, FAILED, PASSED
@@ -33,12 +33,14 @@ def grade_once(
     jobs: int | None,
     total_timeout: float,
     json_file: Path | None,
+    begun: Server | None = None,
 ) -> int:
     """Grade what is at a path, print it, write the report, and return the exit status.
 
     Args:
         wish: whether to isolate the ranks: auto, on or off.
         total_timeout: seconds that the runs of one submission may take together.
+        begun: a server of ranks that may be the one that is needed; the caller ends it.
     """
     asked = {"path": path, "only": list(only), "ranks": list(settings.ranks), "device": settings.device}
     limits = {"timeout": settings.limits.timeout, "total_timeout": total_timeout, "isolation": wish}
@@ -49,7 +51,7 @@ def grade_once(
     except OSError as error:
         return _say(f"the report can not be written to {json_file}: {error.strerror}")
     try:
-        status = _grade(record, path, only, settings, wish, jobs, total_timeout)
+        status = _grade(record, path, only, settings, wish, jobs, total_timeout, begun)
     except UnreadableError as error:
         status = _unreadable(record, path or "", only, error)
     except (NothingToReadError, CannotGradeError) as error:
@@ -78,11 +80,14 @@ def _grade(
     wish: str,
     jobs: int | None,
     total_timeout: float,
+    begun: Server | None,
 ) -> int:
     work = find_work(path, only)
     submissions = list({submission.path: submission for submission, _ in work}.values())
     record.submissions = {str(submission.path): submission.sha256 for submission in submissions}
-    record.isolation = _isolation(wish, settings.device, submissions)
+    reference = bool(submissions) and all(submission.trusted for submission in submissions)
+    record.isolation = isolation_for(wish, settings.device, [one.path for one in submissions], reference)
+    fitting = begun if begun is not None and begun.isolation == record.isolation else None
     ends_at = time.monotonic() + total_timeout * len(submissions)
     settings = replace(settings, limits=replace(settings.limits, ends_at=ends_at))
     todo = [task for one, lesson in work for task in tasks(one, lesson, asked_for(one, lesson, only))]
@@ -91,7 +96,7 @@ def _grade(
     settings = replace(settings, layouts_at_a_time=max(1, jobs // max(1, len(todo))))
     grade_one = partial(grade_task, settings=settings)
     with (
-        closing(Neighbours(record.isolation)) as launcher,
+        closing(Neighbours(record.isolation, fitting)) as launcher,
         closing(side_by_side(grade_one, todo, jobs, launcher)) as reports,
         console.status(f"grading {len(todo)} exercises") as status,
     ):
@@ -128,14 +133,6 @@ def _unreadable(record: Record, path: str, only: tuple[str, ...], error: Unreada
         assert found is not None, name
         record.reports.append(ExerciseReport(found[0].name, name, Verdict.UNREADABLE, message=record.message))
     return FAILED
-
-
-def _isolation(wish: str, device: str, submissions: list[Submission]) -> Isolation:
-    if wish == "auto" and device != "cpu":
-        return Isolation("auto", why_open="on a GPU it has to be asked for, by --isolation on")
-    visible = tuple(sorted({submission.path.parent.resolve() for submission in submissions}))
-    reference = bool(submissions) and all(submission.trusted for submission in submissions)
-    return Isolation(wish, visible, reference)
 
 
 def _say(message: str) -> int:

@@ -151,7 +151,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
         broken = isolated_command(inner, isolation)
         return ["sh", "-c", "echo 'pivot_root /tmp failed: Operation not permitted' >&2; exit 1", *broken]
 
-    monkeypatch.setattr("grader.ranks.launcher.isolated_command", command)
+    monkeypatch.setattr("grader.ranks.server.isolated_command", command)
 
 
 def test_auto_does_without_and_says_why(forbidden: None, tmp_path: Path) -> None:

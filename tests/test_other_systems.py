@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from grader.judging.verdicts import Verdict
-from grader.ranks import launcher as module
-from grader.ranks.launcher import FORK_SERVER, Launcher
+from grader.ranks import server as module
+from grader.ranks.launcher import Launcher
+from grader.ranks.server import FORK_SERVER
 from tests.attempts import look, twisted
 
 MACOS = """

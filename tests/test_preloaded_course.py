@@ -5,19 +5,20 @@ from pathlib import Path
 import pytest
 
 from grader.judging.verdicts import Verdict
-from grader.ranks import launcher as module
+from grader.ranks import launcher, server
 from grader.ranks.launcher import Launcher
 from tests.attempts import look, twisted
 
 
 def test_an_edited_course_is_imported_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "ROOT", tmp_path / "course")
+    for module in (launcher, server):
+        monkeypatch.setattr(module, "ROOT", tmp_path / "course")
     (tmp_path / "course").mkdir()
     for name in ("grader", "lessons", "solutions"):
-        (tmp_path / "course" / name).symlink_to(Path(module.__file__).parents[2] / name)
+        (tmp_path / "course" / name).symlink_to(Path(server.__file__).parents[2] / name)
     nanogpt = tmp_path / "course" / "nanogpt"
     nanogpt.mkdir()
-    for path in (Path(module.__file__).parents[2] / "nanogpt").iterdir():
+    for path in (Path(server.__file__).parents[2] / "nanogpt").iterdir():
         if path.is_file():
             (nanogpt / path.name).write_bytes(path.read_bytes())
     says = twisted("from nanogpt.model import GREETING\nassert GREETING == 'good day', GREETING")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grader.judging.verdicts import Verdict
-from grader.ranks import forkserver, launcher
+from grader.ranks import forkserver, server
 from grader.ranks.launcher import ROOT, Launcher
 from tests.attempts import look, twisted
 
@@ -56,7 +56,7 @@ def test_no_file_imports_one(room: str) -> None:
 
 def test_the_rank_server_starts_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = next(name for name in forkserver.WARM_UP if is_private(name))
-    monkeypatch.setattr(launcher, "FORK_SERVER", WITHOUT_PRIVATE_MODULES + launcher.FORK_SERVER)
+    monkeypatch.setattr(server, "FORK_SERVER", WITHOUT_PRIVATE_MODULES + server.FORK_SERVER)
     ours = Launcher()
     try:
         report = look(tmp_path, twisted(f"import {missing}"), ours)

@@ -95,7 +95,7 @@ def test_who_kills_the_keeper_of_the_ranks_hurts_no_neighbour(neighbours: Neighb
         if task == "honest":
             return ", ".join(ranks(launcher) for _ in range(6))
         launcher.warm_up()
-        launcher._server.kill()
+        launcher._server._process.kill()
         return "killed it"
 
     found = results(work, ["honest", "hostile"], 2, neighbours)

@@ -1,16 +1,9 @@
 """The judge's side of a run: starts the fork server once, hands it runs, and reads back plain data."""
 
 import contextlib
-import errno
 import json
-import os
 import secrets
-import select
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,25 +12,16 @@ from typing import Any, NamedTuple
 from grader.ranks import plain
 from grader.ranks.by_value import function_by_value
 from grader.ranks.event_log import events_in
-from grader.ranks.faults import WHAT_TO_DO, CannotGradeError
+from grader.ranks.faults import CannotGradeError
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.gloos_words import without_gloos_places
-from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
-from grader.ranks.leftovers import MARK, kill_marked
+from grader.ranks.isolation import ROOT, Isolation
 from grader.ranks.limits import Limits
 from grader.ranks.recording import Event, Race, revive
+from grader.ranks.server import Server
 from grader.ranks.turn import STOPPED, Turn
 
 TOKEN_BYTES = 32
-START_SECONDS = 120
-FORKS_ON_MACOS = {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES", "VECLIB_MAXIMUM_THREADS": "1"}
-"""Read there alone: a process that has loaded the system's frameworks may fork, and BLAS has no threads."""
-NO_LOOPBACK = (
-    "ranks talk to each other through this machine's loopback interface, and it is down: "
-    "raise it, as root, with `ip link set lo up`, or give the container a network"
-)
-FORK_SERVER = "import gc; gc.disable(); from grader.ranks.forkserver import main; main()"
-"""Imports make much and free little: collecting garbage meanwhile takes most of a second."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +88,17 @@ class Launcher:
     Args:
         isolation: whether to shut the ranks in. Where that is impossible, "on" raises CannotGradeError at the
             first run, and "auto" writes down why and does without.
+        begun: a server for this isolation that has been started already, and that it ends.
     """
 
-    def __init__(self, isolation: Isolation | None = None) -> None:
+    def __init__(self, isolation: Isolation | None = None, begun: Server | None = None) -> None:
         self.isolation = isolation or Isolation()
         self.turn = Turn()
         self._under_way: set[socket.socket] = set()
         """Lines on whose other ends ranks run."""
         self._lock = threading.Lock()
-        self._server: subprocess.Popen | None = None
-        self._control: socket.socket | None = None
-        self._mark = secrets.token_hex(8)
-        self._directory = ""
-        self._shut_in = False
-        self._preloaded: list[tuple[str, int]] = []
+        self._begun = begun
+        self._server: Server | None = None
         self._idle: dict[tuple[int, int], list[Session]] = {}
         """Sessions that nobody uses at the moment, by size of the group and of the world."""
 
@@ -204,14 +185,12 @@ class Launcher:
 
     def _hand_over(self, end: socket.socket) -> None:
         with self._lock:
-            if self._server is not None and (
-                self._server.poll() is not None or self._preloaded != _preloaded()
-            ):
-                self._end()  # somebody has killed it, or edited what it has imported
+            if self._server is not None and not self._server.serves:
+                self._end()
             if self._server is None:
                 self._start()
-            assert self._control is not None
-            socket.send_fds(self._control, [b"x"], [end.fileno()])
+            assert self._server is not None
+            self._server.hand_over(end)
 
     def _start(self) -> None:
         self.turn.goes_on()
@@ -225,49 +204,10 @@ class Launcher:
         self._start_server(shut_in=False)
 
     def _start_server(self, shut_in: bool) -> None:
-        if not shut_in and not _loopback_is_up():
-            raise CannotGradeError(NO_LOOPBACK)
-        preloaded = _preloaded()
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as unless_it_serves:
-            unless_it_serves.enter_context(ours)
-            with theirs:
-                server = self._server_process(theirs.fileno(), shut_in)
-            ready, _, _ = select.select([ours], [], [], START_SECONDS)
-            answer = ours.recv(4096) if ready else b""
-            if not answer.startswith(b"ready "):
-                server.kill()
-                message = server.communicate()[1].decode(errors="replace")
-                why = last_line(message) if ready else f"it gave no answer for {START_SECONDS} seconds"
-                if why.startswith("unshare: "):  # it calls too many namespaces a lack of space as well
-                    raise CannotGradeError(f"this system allows no namespaces of one's own ({why})")
-                if os.strerror(errno.ENOSPC) in why:
-                    why = f"{WHAT_TO_DO[errno.ENOSPC]}, and grade again ({why})"
-                raise CannotGradeError(f"the rank server did not start: {why}")
-            unless_it_serves.pop_all()
-        self._server, self._control, self._preloaded, self._shut_in = server, ours, preloaded, shut_in
-        self._directory = "" if shut_in else answer[6:].decode()
-
-    def _server_process(self, control: int, shut_in: bool) -> subprocess.Popen:
-        command = [sys.executable, "-P", "-c", FORK_SERVER, str(control)]
-        return subprocess.Popen(
-            isolated_command(command, self.isolation) if shut_in else command,
-            pass_fds=[control],
-            env={
-                **(inner_environment() if shut_in else os.environ),
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                "MPLBACKEND": "Agg",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-                **FORKS_ON_MACOS,
-                MARK: self._mark,
-            },
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        begun, self._begun = self._begun, None
+        server = begun or Server(self.isolation, shut_in)
+        server.wait_until_ready()
+        self._server = server
 
     def warm_up(self) -> None:
         """Start the fork server now."""
@@ -282,20 +222,10 @@ class Launcher:
             self._end()
 
     def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._server is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(2)  # it leaves nothing behind when it ends by itself
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says that of ended ones
-                os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait()
-            if not self._shut_in:
-                kill_marked(self._mark)
-                shutil.rmtree(self._directory, ignore_errors=True)
-            if self._server.stderr:
-                self._server.stderr.close()
-        self._server = self._control = None
+        for server in (self._server, self._begun):
+            if server is not None:
+                server.end()
+        self._server = self._begun = None
 
 
 class Session:
@@ -417,20 +347,6 @@ def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[d
     """What stands for the summary and the answers of a run whose keeper is gone, or failed."""
     ranks = [asdict(RankReport("dead"))] * num_orders
     return {"ended": ended, "seconds": 0.0, "ranks": ranks, "reason": reason}, [Answer()] * num_orders
-
-
-def _loopback_is_up() -> bool:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def _preloaded() -> list[tuple[str, int]]:
-    """The course's files that the fork server imports for all ranks, as they are now."""
-    return [(path.name, path.stat().st_mtime_ns) for path in sorted((ROOT / "nanogpt").glob("*.py"))]
 
 
 def _read_rank(state: dict[str, Any], answer: Answer, token: bytes) -> RankReport:
