@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from torch import nn
 
 from grader import run_ranks
-from lessons.page.look import BLUE, GREEN, GREY, ORANGE, RANKS, figure
+from lessons.page.look import BLUE, GREEN, GREY, RANKS, figure
 from lessons.sequence_parallel import answers, measures
 from lessons.sequence_parallel.measures import CONFIG, LENGTH, ROWS, WIDTH, S
 
@@ -21,7 +21,7 @@ def draw_floor() -> None:
     whole = 6 + 4 / WIDTH  # norms' inputs and outputs, two masks; a mean and a deviation a token and norm
     _, axes = figure(figsize=(7.5, 3.2))
     axes.bar(range(4), [12 / n for n in (1, 2, 4, 8)], bottom=whole, color=BLUE, label="divided by the ranks")
-    axes.bar(range(4), [whole] * 4, color=ORANGE, label="whole on every rank")
+    axes.bar(range(4), [whole] * 4, color=GREY, label="whole on every rank")
     axes.plot(range(3), kept.values(), "D", color="black", markerfacecolor="white", label="measured")
     axes.set_xticks(range(4), ["1 rank", "2 ranks", "4 ranks", "8 ranks"])
     axes.set(ylabel="kept of one block, in $S$", title="Tensor parallelism: the floor is not divided")
