@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
     Args:
         on_event: called with every event before it starts, recorded or not (the hang report needs them).
         is_learner: tells whether a code file is the learner's.
-        delay_seed: when given, each communication waits up to 40 ms first, so that what is right by
+        delay_seed: when given, each communication waits up to 20 ms first, so that what is right by
             luck of timing goes wrong.
     """
 
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             if event.peer is not None and not 0 <= event.peer < len(event.group):
                 raise IndexError(f"there is no rank {event.peer} in a group of {len(event.group)}")
             if self._delays is not None:
-                time.sleep(self._delays.uniform(0.0, 0.04))
+                time.sleep(self._delays.uniform(0.0, 0.02))
         result = func(*args, **kwargs)
         if event is not None and func.namespace == "c10d":
             self.flights.started(func, args, event, result)
