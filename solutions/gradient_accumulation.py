@@ -82,9 +82,10 @@ def train_epoch(
     """One epoch: an optimizer step for every `accumulate` micro-batches, and one for what is left over.
 
     A micro-batch is a pair of tokens and next tokens (b, s); shapes differ, and so does the number of
-    targets that count (-1 does not). A step is what one batch with all counted targets of its
-    micro-batches would give: the gradient of their mean loss, clipped to norm 1, one step of the
-    optimizer and one of the scheduler. The memory is that of the largest micro-batch.
+    targets that count (-1 does not). A micro-batch may have none, where another of its step has some.
+    A step is what one batch with all counted targets of its micro-batches would give: the gradient of
+    their mean loss, clipped to norm 1, one step of the optimizer and one of the scheduler. What stood in
+    `.grad` before the epoch does not count. The memory is that of the largest micro-batch.
 
     Returns the mean loss of each step.
     """
@@ -97,7 +98,8 @@ def train_epoch(
         total = 0.0
         for inputs, targets in together:
             loss = model(inputs, targets)[1]
-            loss = loss * (targets != -1).sum() / counted
+            share = (targets != -1).sum() / counted
+            loss = torch.where(share > 0, loss * share, 0.0)  # the mean over none is 0/0
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

@@ -55,6 +55,8 @@ def train_epoch(model, optimizer, scheduler, microbatches, accumulate):
         numbers = [(targets != -1).sum().item() for _, targets in together]
         sums, total = [torch.zeros_like(p) for p in parameters], 0.0
         for (inputs, targets), number in zip(together, numbers, strict=True):
+            if number == 0:
+                continue
             loss = model(inputs, targets)[1] * (number / sum(numbers))
             for s, g in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
                 s += g

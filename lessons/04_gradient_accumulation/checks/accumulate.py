@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Case:
     before: dict[str, Tensor] | None = None
     """What stands in `.grad` before the call."""
     frozen: tuple[str, ...] = ()
+    broken: bool = False
+    """A weight is NaN."""
 
     @property
     def told(self) -> str:
@@ -57,6 +60,9 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             parameter.requires_grad_(name not in case["frozen"])
             if case["before"]:
                 parameter.grad = case["before"][name].clone()
+        if case["broken"]:
+            with torch.no_grad():
+                model.transformer.ln_f.weight[0] = torch.nan
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         rows, modes = [], []
         drop = model.transformer.drop
@@ -131,6 +137,7 @@ def slips(case: Case) -> dict[str, list[Part]]:
     k, every = case.num_microbatches, counted(case.targets)
     parts = split(case)
     some = [(rows, goals) for rows, goals in parts if counted(goals)]
+    before_empty = list(takewhile(lambda part: counted(part[1]), parts))
     whole = len(case.inputs) // k
     length = case.targets.size(1)
     found = {
@@ -154,6 +161,9 @@ def slips(case: Case) -> dict[str, list[Part]]:
         ],
         "targets of token 0 were not counted: only -1 does not count": [
             (rows, goals, int((goals > 0).sum()) / int((case.targets > 0).sum())) for rows, goals in some
+        ],
+        "nothing after the micro-batch without counted targets was run": [
+            (rows, goals, counted(goals) / every) for rows, goals in before_empty
         ],
         "the last micro-batch alone": [(*some[-1], 1.0)],
         "the last micro-batch's part alone": [(*some[-1], counted(some[-1][1]) / every)],
@@ -262,8 +272,11 @@ def observe_uneven(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
 
 
 def observe_empty(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
-    """Of three micro-batches the first, the middle or the last one counts no target."""
-    cases = [ignoring(trial, batch(trial, 6, 3), empty_rows=(2 * place, 2 * place + 1)) for place in range(3)]
+    """Of three micro-batches the middle, the first or the last one counts no target; then a broken model."""
+    cases = [
+        ignoring(trial, batch(trial, 6, 3, broken=broken), empty_rows=(2 * place, 2 * place + 1))
+        for place, broken in ((1, False), (0, False), (2, False), (1, True))
+    ]
     return observe(trial, cases)
 
 
@@ -305,7 +318,24 @@ def every_counted_target_weighs_the_same(trial: Trial) -> None:
 def a_microbatch_may_count_nothing(trial: Trial) -> None:
     """A micro-batch whose targets are all ignored, the first, a middle or the last one, adds nothing."""
     help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum, or work with sums of losses."
-    require_one_pass(trial, trial.once(observe_empty), help)
+    require_one_pass(trial, trial.once(observe_empty)[:-1], help)
+
+
+@check("accumulate_gradients")
+def a_nan_is_not_hidden(trial: Trial) -> None:
+    """Where the model gives NaN for targets that count, loss and .grad are NaN, as those of one pass."""
+    case, result = trial.once(observe_empty)[-1]
+    names = ("transformer.ln_f.weight", "transformer.wte.weight")
+    found = {"the loss that is returned": result["loss"]}
+    found |= {f"the gradient of {name}": result["gradients"][name] for name in names}
+    for what, value in found.items():
+        is_nan = isinstance(value, Tensor | float) and bool(torch.as_tensor(value).isnan().any())
+        trial.require(
+            is_nan,
+            f"{case.told}: a weight is NaN, so {what} should be NaN, and is not",
+            help="Ask whether targets count, and not whether a loss is NaN.",
+            cause="NaN was replaced or left out, where targets count",
+        )
 
 
 @check("accumulate_gradients")

@@ -8,7 +8,7 @@ import torch
 from grader.checks import Trial, check, exercise, is_close
 from nanogpt.model import GPTConfig
 
-from .epoch_truth import DECAY, RATE, SLIPS, Batches, draw, epochs, gradient_of, make, tools
+from .epoch_truth import DECAY, RATE, SLIPS, Batches, draw, epochs, gradient_of, leave_gradients, make, tools
 from .models import build
 
 exercise(
@@ -34,9 +34,12 @@ def train(
     batches: Batches,
     accumulate: int,
     num_epochs: int = 1,
+    left: bool = False,
 ) -> dict[str, Any]:
     """The probe: what the optimizer found at each of its steps, and what the epochs left behind."""
     model = make(GPTConfig(**config), seed, sharpness).to(rank.device)
+    if left:
+        leave_gradients(model)
     optimizer, scheduler = tools(model)
     steps: list[dict[str, Any]] = []
     shapes: list[tuple[int, ...]] = []
@@ -79,8 +82,8 @@ def measure(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> l
 
 
 def observe(trial: Trial, case: Any, num_epochs: int = 1) -> SimpleNamespace:
-    arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate, num_epochs)
-    result = trial.run(train, *arguments)[0]
+    arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate)
+    result = trial.run(train, *arguments, num_epochs, case.left)[0]
     return SimpleNamespace(case=case, result=result, expected=epochs(case, num_epochs), num_epochs=num_epochs)
 
 
@@ -115,6 +118,25 @@ def require_gradients(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             factors={"accumulate": float(seen.case.accumulate)},
             help=help,
         )
+
+
+def require_losses(trial: Trial, seen: SimpleNamespace, help: str) -> None:
+    """The losses that an epoch returns."""
+    given, expected = (
+        torch.tensor(losses[0], dtype=torch.float64)
+        for losses in (seen.result["losses"], seen.expected.losses)
+    )
+    slips = {} if is_close(given, expected, rtol=3e-5) else SLIPS
+    wrong = {text: epochs(seen.case, slip=slip).losses[0] for text, slip in slips.items()}
+    trial.close(
+        f"{told(seen.case)}: the list of losses",
+        given,
+        expected,
+        rtol=3e-5,
+        alternatives={text: torch.tensor(losses) for text, losses in wrong.items()},
+        factors={"accumulate": float(seen.case.accumulate)},
+        help=help,
+    )
 
 
 def require_rates(trial: Trial, seen: SimpleNamespace, help: str) -> None:
@@ -167,11 +189,12 @@ def observe_clipped(trial: Trial) -> SimpleNamespace:
 
 
 def observe_left_over(trial: Trial) -> SimpleNamespace:
-    return observe(trial, draw(trial, 7, 3, sharpness=0.3), num_epochs=2)
+    return observe(trial, draw(trial, 7, 3, sharpness=0.3, left=True), num_epochs=2)
 
 
 def observe_short(trial: Trial) -> SimpleNamespace:
-    return observe(trial, draw(trial, 2, 5, sharpness=0.3))
+    """Fewer micro-batches than a step takes; the middle one counts nothing."""
+    return observe(trial, draw(trial, 3, 5, sharpness=0.3, empty=1))
 
 
 @check("train_epoch")
@@ -192,24 +215,18 @@ def counted_targets_weigh_the_same(trial: Trial) -> None:
 
 
 @check("train_epoch")
+def a_microbatch_may_count_nothing(trial: Trial) -> None:
+    """A micro-batch whose targets are all ignored adds nothing to its step, and what comes after it does."""
+    help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum, or work with sums of losses."
+    require_gradients(trial, trial.once(observe_short), help)
+    require_losses(trial, trial.once(observe_short), help)
+
+
+@check("train_epoch")
 def losses_are_the_means_of_the_steps(trial: Trial) -> None:
     """The epoch returns one loss for each step: the mean over the counted targets of its group."""
     for seen in (trial.once(observe_even), trial.once(observe_uneven)):
-        given, expected = (
-            torch.tensor(losses[0], dtype=torch.float64)
-            for losses in (seen.result["losses"], seen.expected.losses)
-        )
-        slips = {} if is_close(given, expected, rtol=3e-5) else SLIPS
-        wrong = {text: epochs(seen.case, slip=slip).losses[0] for text, slip in slips.items()}
-        trial.close(
-            f"{told(seen.case)}: the list of losses",
-            given,
-            expected,
-            rtol=3e-5,
-            alternatives={text: torch.tensor(losses) for text, losses in wrong.items()},
-            factors={"accumulate": float(seen.case.accumulate)},
-            help="One number a step, weighed as the gradient is.",
-        )
+        require_losses(trial, seen, "One number a step, weighed as the gradient is.")
         trial.require(
             not seen.result["attached"],
             f"{told(seen.case)}: the losses are tensors with their graphs, and not numbers",
@@ -233,7 +250,7 @@ def the_scheduler_counts_steps(trial: Trial) -> None:
 
 @check("train_epoch")
 def what_is_left_over_is_a_step(trial: Trial) -> None:
-    """Micro-batches left over at the end make a step of their own, and nothing leaks into the next epoch."""
+    """Micro-batches left over make a step of their own, and nothing leaks from one epoch into the next."""
     for seen in (trial.once(observe_left_over), trial.once(observe_short)):
         require_count(trial, seen, "The last group is shorter, and is a group all the same.")
         require_rates(

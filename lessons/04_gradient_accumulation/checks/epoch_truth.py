@@ -28,6 +28,12 @@ def make(config: GPTConfig, seed: int, sharpness: float) -> GPT:
     return model
 
 
+def leave_gradients(model: nn.Module) -> None:
+    """Something in every `.grad`, as a step before the epoch may have left it."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+
+
 def tools(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -56,12 +62,25 @@ class Slip:
     """A step's loss is the last micro-batch's part of it."""
     mean_of_means: bool = False
     """A step's loss, and not its gradient, is the mean of the micro-batches' means."""
+    stops: bool = False
+    """A group ends at a micro-batch without counted targets."""
     clip_sum: bool = False
     """The gradient of the summed loss is clipped, and then divided."""
 
 
-def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float, even: bool = False) -> Any:
-    """Micro-batches of other shapes with other counts; `even`: all alike, and every target counts."""
+def draw(
+    trial: Trial,
+    num_microbatches: int,
+    accumulate: int,
+    sharpness: float,
+    even: bool = False,
+    empty: int | None = None,
+    left: bool = False,
+) -> Any:
+    """Micro-batches of other shapes with other counts; `even`: all alike, and every target counts.
+
+    The `empty`-th counts none; `left`: something stands in `.grad` before the epoch.
+    """
     config = GPTConfig(
         block_size=12, vocab_size=trial.integer(19, 29), n_layer=1, n_head=2, n_embd=8, bias=False
     )
@@ -73,15 +92,29 @@ def draw(trial: Trial, num_microbatches: int, accumulate: int, sharpness: float,
             share = 0.1 if i % 2 else 0.8  # few count in every other one
             ignored = [j for j in range(1, targets.numel()) if trial.rng.random() > share]
             targets.view(-1)[ignored] = -1
+        if i == empty:
+            targets[:] = -1
         batches.append((inputs, targets))
     return SimpleNamespace(
-        config=config, seed=trial.seed(), sharpness=sharpness, batches=batches, accumulate=accumulate
+        config=config,
+        seed=trial.seed(),
+        sharpness=sharpness,
+        batches=batches,
+        accumulate=accumulate,
+        left=left,
     )
 
 
 def groups(case: Any) -> Iterator[Batches]:
     for first in range(0, len(case.batches), case.accumulate):
         yield case.batches[first : first + case.accumulate]
+
+
+def counting(group: Batches, stops: bool) -> Batches:
+    """The micro-batches with targets that count; `stops`: those before the first that has none."""
+    full = [counted(goals) > 0 for _, goals in group]
+    end = full.index(False) if stops and not all(full) else len(group)
+    return [pair for pair, some in zip(group[:end], full, strict=False) if some]
 
 
 def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> float:
@@ -110,6 +143,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
     """Gradients, losses and rates of the steps, in float64; what a slip would make of them."""
     slip = slip or Slip()
     model = make(case.config, case.seed, case.sharpness).double()
+    if case.left:
+        leave_gradients(model)
     optimizer, scheduler = tools(model)
     seen = SimpleNamespace(gradients=[], losses=[], rates=[], weights=None)
     for _ in range(num_epochs):
@@ -118,7 +153,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.zero:
                 optimizer.zero_grad()
             total = 0.0
-            for inputs, goals in group:
+            for inputs, goals in counting(group, slip.stops):
                 loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
                 loss.backward()
                 total = loss.item() + (0.0 if slip.last_loss else total)
@@ -160,7 +195,10 @@ SLIPS = {
     "not clipped": Slip(clip=False),
     "each element was clipped to 1 by itself, where the norm of all together belongs": Slip(by_value=True),
     "the scheduler moved on before the optimizer had made its step": Slip(early=True),
-    "no zero_grad: the gradients of the steps before are still there": Slip(zero=False),
+    "what stood in .grad before is still there: zero_grad belongs before each group's first backward": Slip(
+        zero=False
+    ),
+    "a group ends at a micro-batch without counted targets: what comes after it is not run": Slip(stops=True),
     "clipped before it is divided: the norm of a sum of losses is larger than that of their mean": Slip(
         clip_sum=True, clip=False
     ),
