@@ -163,7 +163,8 @@ def attainable_flops_per_second(
     """The most FLOP/s that a product of matrices (m, k) and (k, n) can reach: its roofline.
 
     Memory gives each factor once and takes the product once, at no more than `bytes_per_second`. Meanwhile
-    the machine computes: what takes longer, bytes or FLOPs, takes all the time.
+    the machine computes: what takes longer, bytes or FLOPs, takes all the time. The answer
+    is exact to a millionth.
 
     Source: Williams, Waterman and Patterson 2009, "Roofline", doi:10.1145/1498765.1498785.
     """
@@ -180,6 +181,7 @@ def model_flops_utilization(
     """The fraction of the peak that goes into forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
     What is computed a second time to save memory does not count: it brings the training no further.
+    An answer within 1 % is right, such as that of PaLM's formula.
     """
     # answer
     flops_per_token = training_flops(config, 1, sequence_length) / sequence_length
@@ -231,7 +233,7 @@ def utilization_report(
         recompute: `none`, or `full` when every block runs its forward again in backward.
 
     Returns:
-        - `parameters`: of the model, a tied one once;
+        - `parameters`: of the model, frozen ones too, and a tied one once;
         - `model_state_gib`: 16 bytes a parameter, in GiB of 1,073,741,824 bytes;
         - `model_flops_utilization`: FLOPs of forward and backward, as a fraction of the dense peak;
         - `hardware_flops_utilization`: the same with what is computed again.

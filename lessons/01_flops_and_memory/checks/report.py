@@ -36,6 +36,7 @@ def report(rank: Any, calls: list[list[Any]], tied: bool = True) -> list[tuple[A
             model = GPT(GPTConfig(**config))
             if not tied:
                 model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+                model.transformer.wpe.requires_grad_(False)
         names, told = list(model.state_dict()), repr(arguments)
         given = rank.submission.utilization_report(model, *arguments)
         changed = "the model" if list(model.state_dict()) != names else ""
@@ -183,21 +184,24 @@ def parameters_are_counted_once(trial: Trial) -> None:
 
 @check("utilization_report")
 def a_table_of_its_own_counts(trial: Trial) -> None:
-    """Where the head has a table of its own, as in section 5, its parameters count too."""
+    """Where the head has a table of its own, as in section 5, it counts too, and so do frozen parameters."""
     config = draw(trial)
     card = {"flops_per_second": 1e14, "with_sparsity": False}
     ((given, _),) = trial.run(report, [[asdict(config), 100.0, config.block_size, card, "none"]], False)[0]
     value = given.get("parameters") if isinstance(given, dict) else given
     tied = parameters(config)["total"]
     right = tied + config.vocab_size * config.n_embd
+    slips = {
+        "one table is taken off, or never counted, whether the tie is there or not": tied,
+        "frozen parameters are missing (requires_grad is False): they are the model's too": right
+        - config.block_size * config.n_embd,
+    }
     trial.require(
         agrees(value, right, 1e-6),
         f"parameters is {show(value)}, and should be {show(right)}: {config!r}, whose lm_head.weight was "
-        "replaced by a Parameter of its own",
+        "replaced by a Parameter of its own, and whose wpe.weight is frozen",
         help="Ask the model what it has: its config does not know whether two names are one tensor.",
-        cause="one table is taken off, or never counted, whether the tie is there or not"
-        if agrees(value, tied, 1e-6)
-        else "",
+        cause=next((text for text, wrong in slips.items() if agrees(value, wrong, 1e-6)), ""),
     )
 
 
