@@ -160,10 +160,11 @@ def checkpoint_modules(modules: list[nn.Module], function: Callable[..., Tensor]
 def checkpoint_blocks(model: GPT, every: int = 1) -> GPT:
     """Have each group of `every` blocks keep only its input; backward computes a group again as a whole.
 
-    Where the number of blocks is not divisible by `every`, one group is shorter. Loss and gradients are
-    those of the model as it was. A `Dropout` may have a `generator` of its own, or get one later: it drops
-    the same elements again, and what the generator draws next does not depend on checkpointing. Changes the
-    given model in place and returns it; its Parameter objects stay the same. No other model changes.
+    A group that is called in evaluation mode may run as it is. Where the number of blocks is not divisible
+    by `every`, one group is shorter. Loss and gradients are those of the model as it was. A `Dropout` may
+    have a `generator` of its own, or get one later: it drops the same elements again, and what the
+    generator draws next does not depend on checkpointing. Changes the given model in place and returns it;
+    its Parameter objects stay the same. No other model changes.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.
     """
@@ -198,12 +199,13 @@ def best_segment_length(num_blocks: int, block_bytes: int, boundary_bytes: int) 
 def recompute_attention(model: GPT) -> GPT:
     """Have backward compute every attention core again, and nothing else: selective recomputation.
 
-    The core is scores, softmax, dropout and the product with the values. It keeps queries, keys and
-    values, and no copies of them; the projections around it stay as they are. Loss and gradients are
-    those of the model as it was, in training mode and in evaluation mode. A `Dropout` of the core may
-    have a `generator` of its own, or get one later: it drops the same elements again, and what the generator
-    draws next does not depend on recomputation. Changes the given model in place and returns it; its
-    Parameter objects stay the same. No other model changes.
+    The core is scores, softmax, dropout and the product with the values. It keeps no more bytes
+    than queries, keys and values have; the projections around it stay as they are. A core that is called in
+    evaluation mode may run as it is. Loss and gradients are those of the model as it was, in training mode
+    and in evaluation mode. A `Dropout` of the core may have a `generator` of its own, or get one later: it
+    drops the same elements again, and what the generator draws next does not depend on recomputation.
+    Changes the given model in place and returns it; its Parameter objects stay the same. No other model
+    changes.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
     """
@@ -255,9 +257,9 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_size
 def watched_forward(blocks: nn.ModuleList, x: Tensor, sizes: Tensor) -> Tensor:
     """x (b, s, h) through all blocks, each of which is computed again in backward.
 
-    `sizes` (L,) is a running mean for the dashboard, changed in place. A forward, with gradients or
-    without, moves `sizes[i]` once, a tenth of the way to the mean of |input of block i|. Backward leaves
-    it alone. It never requires a gradient.
+    A block in evaluation mode may run as it is. `sizes` (L,) is a running mean for the dashboard, changed
+    in place. A forward, with gradients or without, moves `sizes[i]` once, a tenth of the way to the mean of
+    |input of block i|. Backward leaves it alone. It never requires a gradient.
     """
     # answer
     for i, block in enumerate(blocks):
