@@ -165,6 +165,9 @@ def slips(case: Case) -> dict[str, list[Part]]:
         "nothing after the micro-batch without counted targets was run": [
             (rows, goals, counted(goals) / every) for rows, goals in before_empty
         ],
+        "0 times NaN: the mean of a micro-batch without counted targets is 0/0": [
+            (rows, goals, counted(goals) / every) for rows, goals in parts
+        ],
         "the last micro-batch alone": [(*some[-1], 1.0)],
         "the last micro-batch's part alone": [(*some[-1], counted(some[-1][1]) / every)],
         "the batch is cut along the sequence: a micro-batch is whole sequences": [

@@ -64,6 +64,8 @@ class Slip:
     """A step's loss, and not its gradient, is the mean of the micro-batches' means."""
     stops: bool = False
     """A group ends at a micro-batch without counted targets."""
+    zero_times_nan: bool = False
+    """The mean of a micro-batch without counted targets enters with weight 0."""
     clip_sum: bool = False
     """The gradient of the summed loss is clipped, and then divided."""
 
@@ -110,10 +112,12 @@ def groups(case: Any) -> Iterator[Batches]:
         yield case.batches[first : first + case.accumulate]
 
 
-def counting(group: Batches, stops: bool) -> Batches:
-    """The micro-batches with targets that count; `stops`: those before the first that has none."""
+def counting(group: Batches, slip: Slip) -> Batches:
+    """The micro-batches with targets that count; where it stops, those before the first that has none."""
+    if slip.zero_times_nan:
+        return group
     full = [counted(goals) > 0 for _, goals in group]
-    end = full.index(False) if stops and not all(full) else len(group)
+    end = full.index(False) if slip.stops and not all(full) else len(group)
     return [pair for pair, some in zip(group[:end], full, strict=False) if some]
 
 
@@ -153,7 +157,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.zero:
                 optimizer.zero_grad()
             total = 0.0
-            for inputs, goals in counting(group, slip.stops):
+            for inputs, goals in counting(group, slip):
                 loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
                 loss.backward()
                 total = loss.item() + (0.0 if slip.last_loss else total)
@@ -162,7 +166,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.clip_sum:
                 clip_sum(model, sum(counted(goals) for _, goals in group))
             if slip.mean_of_means:
-                total = sum(model(*batch)[1].item() for batch in group) / len(group)
+                means = [model(*batch)[1].item() for batch in counting(group, slip)]
+                total = sum(means) / len(group)
             if slip.by_value:
                 nn.utils.clip_grad_value_(model.parameters(), NORM)
             elif slip.clip:
@@ -199,6 +204,7 @@ SLIPS = {
         zero=False
     ),
     "a group ends at a micro-batch without counted targets: what comes after it is not run": Slip(stops=True),
+    "0 times NaN: the mean of a micro-batch without counted targets is 0/0": Slip(zero_times_nan=True),
     "clipped before it is divided: the norm of a sum of losses is larger than that of their mean": Slip(
         clip_sum=True, clip=False
     ),
