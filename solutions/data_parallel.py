@@ -207,7 +207,7 @@ class DataParallel(nn.Module):
         """Around forward and backward of a micro-batch: gradients add up and nothing is sent.
 
         The next backward outside reduces all that has added up. An exception that leaves it ends it
-        too.
+        too. One may stand inside another: the outer one goes on until its own end.
         """
         # answer
         before, self.synchronizing = self.synchronizing, False

@@ -47,25 +47,31 @@ def told_if_ranks_part(cause: str) -> Iterator[None]:
 NOT_REDUCED = "each rank's own sum: it was not reduced"
 INSIDE, LEAVING = "inside no_sync", "as no_sync ends"
 NOTHING_PENDING = "finish after no_sync"
+INSIDE_STILL = "inside no_sync, after an inner one"
 
 
 def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, batches: list[tuple]) -> dict:
     """Backward passes of the awkward model, one bucket a parameter; `quiet` passes are inside no_sync().
 
-    With `broken`, an exception leaves it each time.
+    Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves it each
+    time.
     """
     model = build(Mixed, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
     with rank.record() as recording:
-        for silent, (tokens, targets, order) in zip(quiet, batches, strict=True):
+        for number, (silent, (tokens, targets, order)) in enumerate(zip(quiet, batches, strict=True)):
             recording.mark(INSIDE if silent else "synchronised")
             if silent:
                 with suppress(UnreadableError), wrapped.no_sync():
+                    if number > 0:
+                        with wrapped.no_sync():
+                            pass
+                        recording.mark(INSIDE_STILL)
                     F.cross_entropy(wrapped(tokens, order), targets).backward()
-                    recording.mark(LEAVING)
+                    recording.mark(LEAVING if number == 0 else "")
                     if broken:
                         raise UnreadableError
-                recording.mark(NOTHING_PENDING)
+                recording.mark(NOTHING_PENDING if number == 0 else "")
                 wrapped.finish_gradient_synchronization()
             else:
                 F.cross_entropy(wrapped(tokens, order), targets).backward()
@@ -243,7 +249,9 @@ def nothing_is_pending_after_no_sync(trial: Trial) -> None:
 def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
     """Forward and backward inside no_sync() communicate nothing, and neither does its end."""
     for r, result in enumerate(trial.once(observe_no_sync).results):
-        kinds, ending = (result["recording"].kinds(after=mark) for mark in (INSIDE, LEAVING))
+        kinds, ending, still = (
+            result["recording"].kinds(after=mark) for mark in (INSIDE, LEAVING, INSIDE_STILL)
+        )
         trial.require(
             not kinds,
             f"inside no_sync() there were {len(kinds)} communications: {kinds[:3]}",
@@ -255,6 +263,14 @@ def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
             f"as no_sync() ends there are {len(ending)} communications: {ending[:3]}",
             cause="what has added up is sent where no_sync() ends, not by the next backward outside",
             help="Its end switches sending on, and nothing more: the next micro-batch may be quiet too.",
+            rank=r,
+        )
+        trial.require(
+            not still,
+            f"inside no_sync(), after an inner no_sync() has ended, there were {len(still)} communications: "
+            f"{still[:3]}",
+            cause="the end of the inner no_sync() has ended the outer one",
+            help="Remember what was on before it, and put that back at its end.",
             rank=r,
         )
 
