@@ -51,21 +51,27 @@ class Gather(torch.autograd.Function):
 
 
 class ShardedLine(nn.Module):
-    """A line through points, its weights cut over the ranks; a rank whose shard is empty has no gradient."""
+    """A line through points, its weights cut over the ranks; a rank whose shard is empty has no gradient.
+
+    A rank's shard is two parameters.
+    """
 
     def __init__(self, whole: Tensor, group: Any) -> None:
         super().__init__()
         self.group = group
         per_rank = -(-SIZE // group.size())
-        shard = whole[group.rank() * per_rank :][:per_rank].clone()
-        self.shard = nn.Parameter(shard, requires_grad=shard.numel() > 0)
+        shard = whole[group.rank() * per_rank :][:per_rank]
+        self.parts = nn.ParameterList(nn.Parameter(p.clone(), p.numel() > 0) for p in shard.chunk(2))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.bystander = torch.zeros((), requires_grad=True)  # so that every rank's backward has a graph
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        shard = self.shard + self.bystander.to(self.shard.device)
-        outputs = inputs @ Gather.apply(shard, self.group, SIZE)
+        shard = self.shard()
+        outputs = inputs @ Gather.apply(shard + self.bystander.to(shard.device), self.group, SIZE)
         return outputs, (outputs - targets).square().mean()
+
+    def shard(self) -> Tensor:
+        return torch.cat(list(self.parts))
 
 
 class WholeLine(nn.Module):
@@ -83,20 +89,22 @@ class WholeLine(nn.Module):
 MAX_NORMS = (0.5, 1e6)
 NUM_STEPS = 3
 
+Steps = list[tuple[Tensor, Tensor]]
 
-def step_on_ranks(rank: Any, whole: Tensor, steps: list[tuple[Tensor, Tensor]]) -> dict:
+
+def step_on_ranks(rank: Any, whole: Tensor, between: float, steps: Steps) -> dict:
     result: dict[str, Any] = {}
-    for max_norm in MAX_NORMS:
+    for max_norm in (*MAX_NORMS, between):
         module = ShardedLine(whole, rank.group).to(rank.device)
         optimizer = SGD(module.parameters(), lr=0.1, momentum=0.5)
         norms = []
         with rank.record() as recording:
-            for inputs, targets in steps:
+            for inputs, targets in steps[:1] if max_norm == between else steps:
                 norm = rank.submission.clipped_step(module, optimizer, inputs, targets, max_norm, rank.group)
                 norms.append(torch.as_tensor(norm).detach().clone().reshape(()))
         result[str(max_norm)] = {
             "norms": torch.stack(norms).to(torch.float32),
-            "shard": module.shard.detach().clone(),
+            "shard": module.shard().detach().clone(),
             "recording": recording,
         }
     return result
@@ -116,12 +124,14 @@ class Way:
     """Whether the gradient that the optimizer sees is clipped."""
     order: float = 2.0
     """Of the shards' norms."""
+    compares: str = ""
+    """What has a norm of its own that max_norm is compared with: "parameter" or "rank"; "" for the whole."""
     returned: Callable[[list[float], int], float] | None = None
     """The norm that is returned, where it is not the one that is clipped by."""
 
 
 def in_one_process(
-    whole: Tensor, by_rank: list[list[tuple[Tensor, Tensor]]], max_norm: float, way: Way
+    whole: Tensor, by_rank: list[Steps], max_norm: float, way: Way, num_steps: int = NUM_STEPS
 ) -> SimpleNamespace:
     """By rank, the norm of each step, and the shard at the end."""
     n = len(by_rank)
@@ -129,7 +139,7 @@ def in_one_process(
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
     per_rank = -(-SIZE // n)
     norms = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         if way.forgets:
             optimizer.zero_grad()
         (sum(model(*batches[step])[1] for batches in by_rank) / n).backward()
@@ -137,8 +147,9 @@ def in_one_process(
         own = [shard.norm(way.order).item() if shard.numel() else 0.0 for shard in shards]
         norms.append([(way.returned or way.rule)(own, r) for r in range(n)])
         for r, shard in enumerate(shards):
-            if shard.numel() and way.clips:
-                shard.mul_(min(way.most, max_norm / way.rule(own, r)))
+            for part in shard.chunk(2) if way.compares == "parameter" else (shard,):
+                if part.numel() and way.clips and not (way.compares and part.norm() <= max_norm):
+                    part.mul_(min(way.most, max_norm / way.rule(own, r)))
         optimizer.step()
     end = [model.weight.detach()[r * per_rank :][:per_rank].float() for r in range(n)]
     return SimpleNamespace(end=end, norms=list(torch.tensor(norms).T))
@@ -161,11 +172,15 @@ WRONG_NORMS = {
     "the squares were averaged over the ranks: their sum is the square of the norm": lambda own, r: (
         (sum(x**2 for x in own) / len(own)) ** 0.5
     ),
-    "rank 0 clips by the whole norm, and the others by their own: the sum came to rank 0 alone": (
-        lambda own, r: own[r] if r else whole_norm(own, r)
+    "rank 0 clips by the whole norm, and the others by a part of it: the sum came to rank 0 alone": (
+        lambda own, r: whole_norm(own[r:], r)  # what gloo has added up on the way to rank 0
     ),
 }
 RIGHT = Way(whole_norm)
+BY_PARTS = (
+    "max_norm was compared with the norm of a part of the gradient, a parameter's or this rank's: whether "
+    "to clip is asked of the whole norm"
+)
 WRONG = {
     "a gradient shorter than max_norm was made longer: the factor has to stop at 1": replace(
         RIGHT, most=math.inf
@@ -175,6 +190,10 @@ WRONG = {
     "the norm that is returned is the whole one, and each rank clips by the norm of its own shard": Way(
         lambda own, r: own[r], returned=whole_norm
     ),
+    BY_PARTS: replace(RIGHT, compares="parameter"),
+    "max_norm was compared with the norm of this rank's part of the gradient, and not with the whole norm": (
+        replace(RIGHT, compares="rank")
+    ),
     "the absolute values were added, not their squares": Way(lambda own, r: sum(own), order=1.0),
     "this is the largest of all numbers, not the root of the sum of their squares": Way(
         lambda own, r: max(own), order=math.inf
@@ -182,19 +201,46 @@ WRONG = {
 }
 
 
+def between_parts_and_whole(whole: Tensor, by_rank: list[Steps]) -> float:
+    """A norm that the first gradient has as a whole, and no rank's part of it has; 0.0 if there is none.
+
+    On one rank the parts are its parameters.
+    """
+    model, n = WholeLine(whole), len(by_rank)
+    (sum(model(*steps[0])[1] for steps in by_rank) / n).backward()
+    gradient = model.weight.grad
+    largest = max(part.norm().item() for part in gradient.split(-(-SIZE // max(n, 2))))
+    return 1.05 * largest if 1.05 * largest < 0.9 * gradient.norm().item() else 0.0
+
+
+def draw(trial: Trial) -> tuple[Tensor, list[Steps], float]:
+    """Weights, every rank's steps, and a norm between the parts' and the whole gradient's."""
+    between = 0.0
+    while not between:
+        whole = 3.0 * trial.normal(SIZE)
+        by_rank = [
+            [(trial.normal(4, SIZE), trial.normal(4)) for _ in range(NUM_STEPS)]
+            for _ in range(trial.num_ranks)
+        ]
+        between = between_parts_and_whole(whole, by_rank)
+    return whole, by_rank, between
+
+
 def observe(trial: Trial) -> SimpleNamespace:
-    whole = 3.0 * trial.normal(SIZE)
-    by_rank = [
-        [(trial.normal(4, SIZE), trial.normal(4)) for _ in range(NUM_STEPS)] for _ in range(trial.num_ranks)
-    ]
-    results = trial.run(step_on_ranks, whole, per_rank=[(steps,) for steps in by_rank])
+    whole, by_rank, between = draw(trial)
+    results = trial.run(step_on_ranks, whole, between, per_rank=[(steps,) for steps in by_rank])
     ways = {told: Way(rule) for told, rule in WRONG_NORMS.items() if trial.num_ranks > 1} | WRONG
 
     def ends(max_norm: float) -> SimpleNamespace:
         wrong = {told: in_one_process(whole, by_rank, max_norm, way) for told, way in ways.items()}
         return SimpleNamespace(right=in_one_process(whole, by_rank, max_norm, RIGHT), wrong=wrong)
 
-    return SimpleNamespace(results=results, by_max_norm={m: ends(m) for m in MAX_NORMS})
+    once = [
+        in_one_process(whole, by_rank, between, way, 1).end for way in (RIGHT, replace(RIGHT, clips=False))
+    ]
+    return SimpleNamespace(
+        results=results, by_max_norm={m: ends(m) for m in MAX_NORMS}, between=between, once=once
+    )
 
 
 HELP = "Sum the squares over the group, take the root, and have every rank scale by the same number."
@@ -234,8 +280,23 @@ def require_ends(trial: Trial, max_norm: float, help: str) -> None:
 
 @check("clipped_step")
 def clipped_steps_are_those_of_one_process(trial: Trial) -> None:
-    """Three steps with clipping end, on every rank, at the shard of what one process comes to."""
+    """Three steps with clipping end, on every rank, at the shard of what one process comes to.
+
+    So does a step in which every part of the gradient is shorter than max_norm, and the whole longer.
+    """
     require_ends(trial, MAX_NORMS[0], HELP)
+    seen = trial.once(observe)
+    right, not_clipped = seen.once
+    parts = "rank's shard" if trial.num_ranks > 1 else "parameter"
+    trial.close(
+        f"this rank's shard after a step (max_norm={seen.between:g}, which every {parts} of the gradient is "
+        "below, and the whole above)",
+        [result[str(seen.between)]["shard"] for result in seen.results],
+        right,
+        alternatives={BY_PARTS: not_clipped},
+        help="Whether to scale is one question for all: is the whole gradient's norm above max_norm?",
+        rtol=1e-3,
+    )
 
 
 @check("clipped_step")

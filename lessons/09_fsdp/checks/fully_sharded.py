@@ -1,6 +1,7 @@
 """Checks of `FullySharded`: what it computes. What it keeps meanwhile is in residency.py."""
 
 from collections.abc import Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from .models import (
     weights,
 )
 from .parts import gradients_by_rank, trained_on
-from .runs import run
+from .runs import require_in_evaluation, run
 from .training import (
     PASSES,
     ROUNDED,
@@ -247,11 +248,11 @@ def outputs_are_the_dense_models(trial: Trial) -> None:
         trial.require(result["nothing"] is None, "without targets there is a loss", rank=r)
 
 
-def require_another_end(trial: Trial, make: Any, kind: str, help: str) -> None:
+def require_another_end(trial: Trial, make: Any, kind: str, help: str, training: bool = True) -> None:
     """Another model or optimizer, in a run of its own, begins and ends as one process does."""
 
     def train_to_the_end(rank: Any, seed: int, batches: list) -> dict[str, Tensor]:
-        sharded = wrapped(rank, make, seed)
+        sharded = wrapped(rank, make, seed).train(training)
         train(sharded, batches, kind, plain)
         return full(sharded)
 
@@ -354,10 +355,9 @@ def evaluation_after_training_is_the_dense_models(trial: Trial) -> None:
 
 @check("FullySharded", first_of=(3, 2))
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
-    """Two steps of AdamW do too: a tied table, frozen weights, sizes that do not divide."""
-    require_another_end(
-        trial, odd_gpt, "AdamW", "Frozen weights have no gradient, and shards that do not decay."
-    )
+    """So do two of AdamW, in evaluation mode: a tied table, frozen weights, sizes that do not divide."""
+    help = "Frozen weights have no gradient, and shards that do not decay."
+    require_in_evaluation(partial(require_another_end, trial, odd_gpt, "AdamW", help))
 
 
 @check("FullySharded", world_sizes=(4,), subgroup=False)

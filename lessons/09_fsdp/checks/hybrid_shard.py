@@ -15,6 +15,7 @@ from .fully_sharded import full, plain
 from .hybrid_slips import LATE, by_factor, gradients_after, rules
 from .meshes import NAMES, Machines, arrangements, groups_of, hybrid, run, told
 from .models import build, draw, local, odd_gpt, seeds, weights
+from .runs import require_in_evaluation
 from .training import PASSES, Batches, Rule, train, whole_batch
 
 exercise(
@@ -75,8 +76,10 @@ def train_on_machines(rank: Any, seed: int, arranged: list[Machines], batches: B
     return found
 
 
-def train_with_adamw(rank: Any, seed: int, machines: Machines, batches: Batches) -> dict[str, Tensor]:
-    sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines)
+def train_with_adamw(
+    rank: Any, training: bool, seed: int, machines: Machines, batches: Batches
+) -> dict[str, Tensor]:
+    sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines).train(training)
     train(sharded, batches, "AdamW", plain)
     return full(sharded)
 
@@ -225,10 +228,14 @@ def sgd_trains_as_one_process_does(trial: Trial) -> None:
 
 @check("hybrid_shard", first_of=(4, 2))
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
-    """Two steps of AdamW do too: frozen weights, a tied table, sizes that do not divide."""
+    """So do two of AdamW, in evaluation mode: frozen weights, a tied table, sizes that do not divide."""
+    require_in_evaluation(partial(require_adamw, trial))
+
+
+def require_adamw(trial: Trial, training: bool) -> None:
     numbers, by_rank, machines = seeds(trial), draw(trial, sum(PASSES)), arrangements(trial)[0]
     per_rank = [(number, machines, batches) for number, batches in zip(numbers, by_rank, strict=True)]
-    ends = run(trial, train_with_adamw, per_rank=per_rank)
+    ends = run(trial, train_with_adamw, training, per_rank=per_rank)
     start = weights(build(odd_gpt, numbers[0], torch.float64))
     for name, expected in whole_batch(odd_gpt, numbers[0], by_rank, "AdamW", Rule()).items():
         trial.close(

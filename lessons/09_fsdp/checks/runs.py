@@ -1,5 +1,7 @@
 """Runs of units and of whole models on the ranks: what crashes in this lesson has causes of its own."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from grader.checks import CheckEnded, Trial, Verdict
@@ -19,4 +21,16 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
         elif end.verdict == Verdict.CRASHED and "signal 11" in end.message:
             end.cause = "memory was used that had been given back: is there a weight that nobody gathers?"
             end.help = "Every place that uses a weight needs the whole one: a tied weight has two places."
+        raise
+
+
+def require_in_evaluation(require: Callable[[bool], None]) -> None:
+    """What `require(training)` asks holds in evaluation mode; where in training mode alone, that is told."""
+    try:
+        require(False)
+    except CheckEnded as end:
+        with suppress(CheckEnded):
+            require(True)
+            end.cause = "it is right in training mode alone, and this is a backward in evaluation mode"
+            end.help = "Ask whether there is a backward to come (requires_grad), and not for self.training."
         raise

@@ -54,10 +54,13 @@ def numbers_are_the_same_ahead(trial: Trial) -> None:
     require_gradients(trial, seen)
 
 
-def require_ahead(trial: Trial, way: str, start: str) -> None:
+def require_ahead(
+    trial: Trial, way: str, start: str, late: str = "each gather starts when its own block is due"
+) -> None:
     """At each block's computation in `way`, the gather of the next was started, and nobody waited for it."""
     seen = trial.once(observe_ahead)
-    order = list(range(NUM_BLOCKS)) if way == "forward" else list(reversed(range(NUM_BLOCKS)))
+    order = list(reversed(range(NUM_BLOCKS))) if way == "backward" else list(range(NUM_BLOCKS))
+    told = "forward under no_grad" if way == "evaluation" else way
     for r, result in enumerate(seen.results):
         recording = result["recording"]
         for turn, number in enumerate(order):
@@ -67,15 +70,15 @@ def require_ahead(trial: Trial, way: str, start: str) -> None:
             surely = num_bytes(e for e in sent if e.kind in GATHERS_ALONE) / seen.block
             trial.require(
                 blocks >= 0.9 * due,
-                f"while block {number} computes its {way}, {blocks:.2g} gathers were started, and "
+                f"while block {number} computes its {told}, {blocks:.2g} gathers were started, and "
                 f"with that of the next block they would be {due}",
                 help="start_gather() of the unit that comes next, right after this one's gather().",
                 rank=r,
-                cause="each gather starts when its own block is due" if blocks >= 0.9 * (turn + 1) else "",
+                cause=late if blocks >= 0.9 * (turn + 1) else "",
             )
             trial.require(
                 surely <= 1.3 * due + 0.3,
-                f"while block {number} computes its {way}, {surely:.2g} gathers were started: {due} are due",
+                f"while block {number} computes its {told}, {surely:.2g} gathers were started: {due} are due",
                 help="One block ahead: what is gathered earlier is memory for nothing.",
                 rank=r,
                 cause="everything is gathered at once" if surely > NUM_BLOCKS - 1 > due else "",
@@ -83,7 +86,7 @@ def require_ahead(trial: Trial, way: str, start: str) -> None:
             if turn + 1 < NUM_BLOCKS:
                 trial.require(
                     waited_by(recording, mark) < len(started_by(recording, mark)),
-                    f"while block {number} computes its {way}, nothing is on its way: all that was started "
+                    f"while block {number} computes its {told}, nothing is on its way: all that was started "
                     "has been waited for",
                     help="start_gather() and no gather(): its own block waits for it.",
                     rank=r,
@@ -93,8 +96,9 @@ def require_ahead(trial: Trial, way: str, start: str) -> None:
 
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)
 def forward_gathers_ahead(trial: Trial) -> None:
-    """While a block computes its forward, the gather of the next one is under way."""
+    """While a block computes its forward, the gather of the next one is under way, also under no_grad."""
     require_ahead(trial, "forward", "evaluated")
+    require_ahead(trial, "evaluation", "at rest", "only a forward with gradients gathers ahead")
 
 
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)

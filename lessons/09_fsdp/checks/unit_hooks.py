@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise, is_close
 
 from .models import build, settle
 from .runs import run
@@ -70,8 +70,11 @@ def step_on_ranks(rank: Any, depth: int, seed: int, batches: list[tuple[Tensor, 
             submission.gather_ahead(list(blocks), units)
         settle()
         recording.mark("at rest")
+        handles = watch(blocks, recording, "evaluation")
         with torch.no_grad():
             evaluated = blocks(batches[0][0]).clone()
+        for handle in handles:
+            handle.remove()
         settle()
         recording.mark("evaluated")
         for unit in units:
@@ -147,6 +150,9 @@ def observe_backward(trial: Trial) -> SimpleNamespace:
     return observe(trial, 2)
 
 
+STALE_KEPT = "it is that of the weights before: the forward under no_grad has not freed them"
+
+
 def require_outputs(trial: Trial, seen: Any) -> None:
     help = "Every block needs its whole weights, as the shards are by then, before it computes."
     trial.close(
@@ -155,12 +161,19 @@ def require_outputs(trial: Trial, seen: Any) -> None:
         seen.evaluated,
         help=help,
     )
+    kept = all(
+        result["recording"].alive("evaluated") - seen.share > NUM_BLOCKS * seen.block / 2
+        for result in seen.results
+    )
     trial.close(
         "the output of the blocks, all shards having been multiplied by 0.5,",
         [result["output"] for result in seen.results],
         seen.outputs,
         alternatives={
-            "it is that of the weights before": seen.stale,
+            STALE_KEPT if kept else "it is that of the weights before": Fault(
+                seen.stale,
+                "unit.free() after each forward, also where no gradient is computed." if kept else "",
+            ),
             "block 0 computes with its weights of before: the forward before has left them gathered": Fault(
                 seen.first_is_stale, "Free all that is gathered, and gather nothing after the last block."
             ),
@@ -169,15 +182,32 @@ def require_outputs(trial: Trial, seen: Any) -> None:
     )
 
 
+FIRST_ALONE = (
+    "block 0 alone is not reduced: backward enters no block after it, and its input needs no gradient, so "
+    "what waits for either never runs"
+)
+
+
+def first_alone(seen: Any) -> bool:
+    """Whether block 0 has no gradient in its shards on any rank, and all other gradients are right."""
+    for i, name in enumerate(seen.names):
+        mean = torch.stack([sum(by_pass[i] for by_pass in each) for each in seen.gradients]).mean(0)
+        expected = torch.zeros_like(mean) if name.startswith("0.") else mean
+        if not all(is_close(result["gradients"][i], expected) for result in seen.results):
+            return False
+    return True
+
+
 def require_gradients(trial: Trial, seen: Any) -> None:
     n = trial.num_ranks
+    nothing = FIRST_ALONE if first_alone(seen) else "nothing was reduced into the shards"
     for i, name in enumerate(seen.names):
         own = torch.stack([torch.stack([by_pass[i] for by_pass in each]) for each in seen.gradients])
         alternatives = {  # (n, 2, ...)
             "the first backward's is lost": own[:, 1].mean(0),
             "the last backward's is missing": own[:, 0].mean(0),
             "the first backward's counts twice": (2 * own[:, 0] + own[:, 1]).mean(0),
-            "nothing was reduced into the shards": torch.zeros_like(own[0, 0]),
+            nothing: torch.zeros_like(own[0, 0]),
         }
         if n > 1:
             alternatives["it is the sum of the ranks' gradients"] = own.sum(1).sum(0)

@@ -69,14 +69,14 @@ def whole_gradients(units: Sequence[Any], factor: float = 1.0) -> list[Tensor]:
     return found
 
 
-def watch(blocks: Sequence[nn.Module], recording: Any) -> list[Any]:
+def watch(blocks: Sequence[nn.Module], recording: Any, way: str = "forward") -> list[Any]:
     """Mark the moments in which a block computes: "forward 3", and the same block's "backward 3".
 
     What it returns are the handles of its hooks.
     """
 
     def see(number: int, x: Tensor) -> None:
-        recording.mark(f"forward {number}")
+        recording.mark(f"{way} {number}")
         if x.requires_grad:
             x.register_hook(lambda gradient: recording.mark(f"backward {number}"))
 
