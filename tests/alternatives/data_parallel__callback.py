@@ -114,11 +114,11 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self):
-        self.on = False
+        before, self.on = self.on, False
         try:
             yield
         finally:
-            self.on = True
+            self.on = before
 
 
 def guarded_step(model, optimizer, inputs, targets, group):

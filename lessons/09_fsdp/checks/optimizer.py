@@ -44,13 +44,7 @@ def train_on_ranks(rank: Any, seed: int, kinds: list[str], batches: list[tuple[T
     for kind in ("first", *kinds):
         model = build(Odd, seed, torch.float64).to(rank.device)
         if kind == "first":
-            before: dict[str, Any] = {}
-
-            def keep(left: int, model: nn.Module = model, before: dict = before) -> None:
-                before.update(gradients(model))
-
-            steps = train(model, batches, "SGD", sharded, keep, num_steps=1)
-            result["gradients"] = {"before": before, "after": gradients(model)}
+            steps = train(model, batches, "SGD", sharded, num_steps=1)
         else:
             steps = train(model, batches, kind, sharded)
         result[kind] = {
@@ -59,11 +53,6 @@ def train_on_ranks(rank: Any, seed: int, kinds: list[str], batches: list[tuple[T
             "returned": [step.returned for step in steps],
         }
     return result
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Clones of all `.grad` by name."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def observe_training(trial: Trial) -> SimpleNamespace:
@@ -168,35 +157,6 @@ def closure_is_called_first(trial: Trial) -> None:
     require_kind(
         trial, "closure", "The closure makes the gradients: call it before anything else looks at .grad."
     )
-
-
-@check("ShardedOptimizer")
-def a_step_leaves_the_gradients(trial: Trial) -> None:
-    """After a step each `.grad` is what it was before: this rank's own gradient, not the mean."""
-    found = [result["gradients"] for result in trial.once(observe_training).results]
-    for name, gradient in found[0]["before"].items():
-        if gradient is None:
-            continue
-        for r, each in enumerate(found):
-            trial.require(
-                each["after"][name] is not None,
-                f"after a step {name}.grad is None",
-                help="An optimizer leaves .grad to zero_grad(): forget what step() has made, and no more.",
-                rank=r,
-            )
-        own, n = torch.stack([each["before"][name] for each in found]), trial.num_ranks
-        others = {
-            "it was divided by the number of ranks, in place": list(own / n),
-            "it is the mean of the ranks' gradients": own.mean(0),
-            "it is the sum of the ranks' gradients": own.sum(0),
-        }
-        trial.close(
-            f"{name}.grad after a step",
-            [each["after"][name] for each in found],
-            list(own),
-            alternatives=others if n > 1 else {},
-            help="Compute the mean in memory of its own: .grad is not yours to write into.",
-        )
 
 
 def reach_less(rank: Any, start: list[Tensor], x: Tensor) -> list[Tensor]:
