@@ -1,11 +1,13 @@
 """What holds of every GPT that is cut over ranks, whatever travels between its pieces."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from grader.checks import Trial, each_rank, parts, stand_alone, weights_of
+from grader.checks import Fault, Trial, each_rank, parts, stand_alone, weights_of
 from nanogpt.model import GPT, GPTConfig
 
 from .cut_gpt import (
@@ -187,6 +189,27 @@ def sampling_is_right(trial: Trial, function: str, config: dict, length: int) ->
             shorter,
             last,
             help="Pad at the end, and take the last real token's logits: a pad before it shifts it.",
+        )
+    shorter_has_the_dense_loss(trial, dense, idx, [result["loss"] for result in results])
+
+
+def shorter_has_the_dense_loss(trial: Trial, dense: GPT, idx: Tensor, losses: list[Any]) -> None:
+    """A sequence that is one token shorter than `idx` may be refused by all ranks, or has the dense loss."""
+    if any(loss is None for loss in losses):
+        return
+    tokens, targets = idx[:, :-1], idx[:, 1:]
+    padding = min(-tokens.size(1) % trial.num_ranks, dense.config.block_size - tokens.size(1))
+    padded = [F.pad(each, (0, padding)) for each in (tokens, targets)]
+    with torch.no_grad():
+        trial.close(
+            "the loss of a sequence that is one shorter",
+            losses,
+            dense(tokens, targets)[1],
+            alternatives={
+                "what fills up was counted as targets": Fault(
+                    dense(*padded)[1], "Fill targets up with -1, which does not count, or refuse the length."
+                )
+            },
         )
 
 

@@ -1,5 +1,6 @@
 """Runs a GPT that a submission has cut over ranks, and the dense one beside it."""
 
+import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -72,17 +73,17 @@ def model_case(trial: Trial, name: str, config: dict, length: int) -> SimpleName
 
 
 def sampling_probe(rank, function: str, config: dict, weights: dict, idx: Tensor, steps: int) -> dict:
-    """What `generate` adds, greedily and sampled, and the logits of a sequence that is one token shorter."""
+    """What `generate` adds, greedily and sampled; logits and loss of a sequence that is a token shorter."""
     model = built(rank, function, config, weights).eval()
     greedy = model.generate(idx, steps, top_k=1)
     rank.seed(7)
     sampled = model.generate(idx, steps)
-    with torch.no_grad():
-        try:
-            shorter = local(model(idx[:, :-1])[0])
-        except Exception:  # a length that does not divide may be refused
-            shorter = None
-    return {"greedy": greedy, "sampled": sampled, "shorter": shorter}
+    found = {"greedy": greedy, "sampled": sampled, "shorter": None, "loss": None}
+    with torch.no_grad(), contextlib.suppress(Exception):  # a length that does not divide may be refused
+        found["shorter"] = local(model(idx[:, :-1])[0])
+    with torch.no_grad(), contextlib.suppress(Exception):
+        found["loss"] = local(model(idx[:, :-1], idx[:, 1:])[1])
+    return found
 
 
 def training_probe(rank, function: str, config: dict, weights: dict, batches: list) -> dict:

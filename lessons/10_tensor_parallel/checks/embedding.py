@@ -235,7 +235,18 @@ def embedding_sends_one_all_reduce_forward(trial: Trial) -> None:
 @check("VocabParallelEmbedding", world_sizes=(2, 1, 4), subgroup=False)
 def embedding_starts_as_rows(trial: Trial) -> None:
     """Built directly, the ranks' rows are those of one random table: no two ranks have the same."""
-    starts_as_slices(trial, "VocabParallelEmbedding", (24 * trial.num_ranks, 48), (24, 48))
+    n = trial.num_ranks
+    size = 24 * n - 1
+    results = starts_as_slices(trial, "VocabParallelEmbedding", (24 * n, 48), (24, 48), (size, 48))
+    last = results[-1]["uneven"].get("weight")
+    if isinstance(last, Tensor) and last.dim() == 2:
+        trial.require(
+            not last[size - 24 * (n - 1) :].any(),
+            f"built directly for {size} tokens, the last row of this rank is not zero: it is no token's",
+            help="Draw as many rows as there are tokens, and fill up with zeros.",
+            rank=n - 1,
+            cause="rows that fill up were drawn, too",
+        )
 
 
 @check("VocabParallelEmbedding")

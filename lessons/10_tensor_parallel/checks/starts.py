@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from grader.checks import Trial
 
 
-def start_probe(rank, kind: str, arguments: tuple, seeds: tuple[int, int]) -> dict:
-    """Layers built directly: two in a row, one without bias, one by another seed, and the first once more."""
+def start_probe(rank, kind: str, arguments: tuple, seeds: tuple[int, int], uneven: tuple) -> dict:
+    """Layers built directly: two in a row, one without bias, one by another seed, and the first once more.
 
-    def build(**options) -> nn.Module:
-        return getattr(rank.submission, kind)(*arguments, group=rank.group, **options)
+    And one of other sizes, `uneven`, where there are some.
+    """
+
+    def build(sizes: tuple = arguments, **options) -> nn.Module:
+        return getattr(rank.submission, kind)(*sizes, group=rank.group, **options)
 
     def drawn(layer: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in layer.named_parameters()}
@@ -26,13 +29,16 @@ def start_probe(rank, kind: str, arguments: tuple, seeds: tuple[int, int]) -> di
     rank.seed(seeds[0])
     again = drawn(build())
     bare = sorted(drawn(build(bias=False))) if "bias" in first else ["weight"]
-    return {"first": first, "second": second, "other": other, "again": again, "later": later, "bare": bare}
+    found = {"first": first, "second": second, "other": other, "again": again, "later": later, "bare": bare}
+    return found | {"uneven": drawn(build(uneven)) if uneven else {}}
 
 
-def starts_as_slices(trial: Trial, kind: str, arguments: tuple, shape: tuple) -> list[dict]:
+def starts_as_slices(
+    trial: Trial, kind: str, arguments: tuple, shape: tuple, uneven: tuple = ()
+) -> list[dict]:
     """The weights of ranks that are seeded alike are slices of one random layer. Results by rank."""
     seeds = (trial.integer(1, 10**6), trial.integer(10**6 + 1, 2 * 10**6))
-    results = trial.run(start_probe, kind, arguments, seeds)
+    results = trial.run(start_probe, kind, arguments, seeds, uneven)
     for result in results:
         trial.equal("the parameters without bias", list(result["bare"]), ["weight"])
         weight = result["first"].get("weight")

@@ -57,6 +57,7 @@ exercise(
 )
 
 RATE = 0.4
+CUT_ASLEEP = "the ranks share a seed, and the block was in eval mode when it was cut"
 
 
 def block_probe(rank, plain: list, dropping: list) -> dict:
@@ -64,11 +65,6 @@ def block_probe(rank, plain: list, dropping: list) -> dict:
         "plain": [one_block(rank, *case) for case in plain],
         "dropping": [one_dropping(rank, *case) for case in dropping],
     }
-
-
-def built_block(rank, config: dict, weights: dict):
-    """On a rank: the dense block with the judge's weights, given to the learner's function."""
-    return rank.submission.sequence_parallel_block(dense_block(rank, config, weights), rank.group)
 
 
 def dense_block(rank, config: dict, weights: dict) -> Block:
@@ -131,9 +127,12 @@ def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def one_dropping(rank, config: dict, weights: dict, seed: int, x: Tensor, upstream: Tensor) -> dict:
+def one_dropping(
+    rank, config: dict, weights: dict, awake: bool, seed: int, x: Tensor, upstream: Tensor
+) -> dict:
     rank.seed(seed)
-    block = built_block(rank, config, weights).train()
+    dense = dense_block(rank, config, weights).train(awake)
+    block = rank.submission.sequence_parallel_block(dense, rank.group).train()
     rank.seed(seed + 1)
     runs = []
     for _ in range(2):
@@ -162,6 +161,7 @@ def observe_block(trial: Trial) -> SimpleNamespace:
     kinds = {"the ranks share a seed": [base] * n}
     if trial.in_full:
         kinds["each rank has a seed"] = [base + 10 * r for r in range(n)]
+        kinds[CUT_ASLEEP] = [base] * n
     dropping = [
         SimpleNamespace(name=name, block=block, weights=weights, x=x, upstream=upstream) for name in kinds
     ]
@@ -169,7 +169,10 @@ def observe_block(trial: Trial) -> SimpleNamespace:
     runs = [
         (
             [(c.config, c.weights, parts(c.x, 1, n)[r], parts(c.upstream, 1, n)[r]) for c in plain],
-            [(config, weights, seeds[r], xs[r], upstreams[r]) for seeds in kinds.values()],
+            [
+                (config, weights, name != CUT_ASLEEP, seeds[r], xs[r], upstreams[r])
+                for name, seeds in kinds.items()
+            ],
         )
         for r in range(n)
     ]
