@@ -105,8 +105,9 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"outputShape\[0\] \* worldSize == inputShape\[0\]",
         "",
-        "The input of a reduce-scatter is its output times the ranks of its group: was "
-        "the tensor cut, or padded, for another number of ranks?",
+        "The input of a reduce-scatter is its output times the ranks of its group, along the first "
+        "dimension: is it to be cut along another one, or was it cut, or padded, for another number of "
+        "ranks?",
     ),
     (
         r"allgather: invalid tensor size at index \d+ \(expected \((.*)\), got \(1, \1\)\)",

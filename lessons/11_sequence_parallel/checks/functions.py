@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import BACKWARD, Trial, check, each_rank, exercise, parts
+from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, parts
 from lessons_shared.pairs import Pairs
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import nothing_travels, sends_at_most
@@ -81,10 +81,14 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
 PAIRS = Pairs(drawn)
 
 
-def other_tokens(whole: Tensor, n: int) -> dict[str, list[Tensor]]:
+def other_tokens(whole: Tensor, n: int) -> dict[str, list[Tensor] | Fault]:
     """Ways to give each rank a part of (b, s, h) that is not its own: by cause, what every rank has."""
     contiguous = parts(whole, 1, n)
+    as_it_lies = [piece.view_as(contiguous[0]) for piece in whole.flatten().chunk(n)]
     return {
+        "pieces of memory as it lies, which are rows of the batch: tokens are dimension 1": Fault(
+            as_it_lies, "Split along dimension 1 first, and lay the parts one behind the other."
+        ),
         "every n-th token, where contiguous ones belong": [whole[:, r::n] for r in range(n)],
         "the first rank's tokens on every rank": [contiguous[0]] * n,
         "the tokens of the rank opposite": contiguous[::-1],

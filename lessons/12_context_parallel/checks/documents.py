@@ -102,12 +102,15 @@ def wrong_masks(seen: SimpleNamespace) -> dict[str, Tensor]:
     same, before = same_document(documents), causal(length)
     places = torch.arange(length)
     owner = places // seen.part
+    rises = documents.diff(dim=1, prepend=documents[:, :1]).clamp(min=0).cumsum(1)
     at_home = owner.unsqueeze(1) == owner
     local = (places % seen.part).unsqueeze(1) >= places
     found = {
         "documents are ignored: every earlier token is seen": before.expand_as(same),
         "nothing is masked inside a document: later tokens are seen": same,
         "every row of the batch has the documents of row 0": same[:1].expand_as(same) & before,
+        "a document whose number is smaller than that of the one before was joined to it: a number says "
+        "which document it is, and in no order": same_document(rises) & before,
         "a token does not see itself": same & before & (places.unsqueeze(1) > places),
     }
     if n > 1:

@@ -61,12 +61,24 @@ def attend(rank, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor)
         recording.mark(BACKWARD)
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
         if fits:
-            out.backward(upstream.transpose(1, 2))
+            go_back(out, upstream.transpose(1, 2))
     return {
         **went(out, fits, leaves, zip((q, k, v, upstream), before, strict=True)),
         "whole": watch.found,
         "recording": recording,
     }
+
+
+def go_back(out: Tensor, gradient: Tensor) -> None:
+    """Backward; where sizes do not fit there, the learner reads that the forward's did."""
+    try:
+        out.backward(gradient)
+    except Exception as error:
+        if "size" in str(error) or "shape" in str(error):
+            error.add_note(
+                "the forward had worked: on the way back, what was cut is joined, and what was joined is cut"
+            )
+        raise
 
 
 def observe(trial: Trial) -> SimpleNamespace:
