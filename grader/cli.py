@@ -157,7 +157,9 @@ def run(
             json_file=json_file,
             begun=begun,
         )
-        begun = None  # a save needs a new one
+        if begun is not None:
+            begun.end()  # it may not have been the one; a save needs a new one
+            begun = None
         if path is None or not watch:
             sys.exit(code)
         click.echo(f"watching {path} (Ctrl-C ends)")
