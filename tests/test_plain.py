@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from grader.ranks import plain
 
@@ -58,7 +59,7 @@ def test_a_number_that_is_no_quantity_is_named_and_comes_in_no_record() -> None:
     assert plain.decode(plain.encode([10**299, -(10**299)])) == [10**299, -(10**299)]
     with pytest.raises(plain.NotPlainError, match=r"result\[0\] is a whole number of more than 300 digits"):
         plain.encode([10**400])
-    text = json.dumps({"int": "9" * 400}).encode()
+    text = json.dumps({"tree": {"int": "9" * 400}, "sizes": []}).encode()
     with pytest.raises(ValueError, match="too large"):
         plain.decode(struct.pack("<Q", len(text)) + text + plain.encode(None)[12:])
 
@@ -70,11 +71,28 @@ def test_a_list_that_holds_itself() -> None:
         plain.encode(loop)
 
 
+def record(tree: object, sizes: object) -> bytes:
+    """A record of two numbers that says something else of them."""
+    text = json.dumps({"tree": tree, "sizes": sizes}).encode()
+    return struct.pack("<Q", len(text)) + text + save({"float32": torch.ones(2)})
+
+
+def test_a_record_is_what_it_says() -> None:
+    assert torch.equal(plain.decode(record({"tensor": 0}, [["float32", 2]])), torch.ones(2))
+
+
+def test_each_tensor_comes_in_memory_of_its_own() -> None:
+    for tensor in plain.decode(plain.encode([torch.ones(4), torch.ones(2, 2), torch.ones(())])):
+        assert tensor.untyped_storage().nbytes() == 4 * tensor.numel()
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"", b"short", pickle.dumps({"a": 1}), struct.pack("<Q", 1 << 40) + b"{}",
         struct.pack("<Q", 2) + b"[}", struct.pack("<Q", 14) + json.dumps({"tensor": "9"}).encode(),
+        record({"tensor": 1}, [["float32", 2]]), record({"tensor": 0}, [["float32", 3]]),
+        record({"tensor": 0}, [["float32", -1]]), record({"tensor": 0}, [["int64", 2]]), record([], {}),
         plain.encode({"a": torch.ones(4)})[:-3],
     ],
 )  # fmt: skip

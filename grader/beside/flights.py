@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -237,12 +238,16 @@ def _caller() -> FrameType | None:
         file = frame.f_code.co_filename
         if frame.f_code.co_name == "__torch_dispatch__":
             caller = None
-        elif caller is None and (
-            file.startswith((*WAITS_ITSELF, DISTRIBUTED)) or not file.startswith((OURS, TORCH))
-        ):
+        elif caller is None and _may_ask(file):
             caller = frame
         frame = frame.f_back
     return None if caller is None or caller.f_code.co_filename.startswith(WAITS_ITSELF) else caller
+
+
+@cache
+def _may_ask(file: str) -> bool:
+    """Whether code of this file can be who asked for a handle."""
+    return file.startswith((*WAITS_ITSELF, DISTRIBUTED)) or not file.startswith((OURS, TORCH))
 
 
 def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[Stretch]]:

@@ -77,7 +77,8 @@ def _unfolds(kind: type) -> bool:
 
 def _is_for_shapes_alone(tensors: list[Tensor]) -> bool:
     """Whether DTensor asks, on tensors without numbers, what an operation on the whole would give."""
-    frame: FrameType | None = sys._getframe(1) if any(hasattr(t, "fake_mode") for t in tensors) else None
+    some = any(type(t) is not Tensor and hasattr(t, "fake_mode") for t in tensors)
+    frame: FrameType | None = sys._getframe(1) if some else None
     while frame is not None and not frame.f_code.co_filename.startswith(_DTENSOR):
         frame = frame.f_back
     return frame is not None
@@ -276,20 +277,22 @@ class Window:
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, event: Event | None, index: int) -> None:
         """Count one operation that has just run."""
-        tensors = tensors_in(result)
+        tensors = [result] if type(result) is Tensor else tensors_in(result)
         if _is_for_shapes_alone(tensors):
             return
         if event is not None:
             self.add(event)
-        if func._overloadpacket in flop_registry:
+        flops = _flops(func, args, kwargs, result)
+        if flops is not None:
             totals = self._recording.totals[self.mark_name]
-            totals.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+            totals.flops += flops
             totals.last_compute = index
         for tensor in tensors:
-            self._recording.largest_elements = max(self._recording.largest_elements, tensor.numel())
+            if tensor.numel() > self._recording.largest_elements:
+                self._recording.largest_elements = tensor.numel()
         if self._memory:
-            given = _storages((args, kwargs))
-            for key, storage in {**_storages(result), **given}.items():
+            given = _storages([*tensors_in(args), *tensors_in(kwargs)])
+            for key, storage in {**_storages(tensors), **given}.items():
                 if key in self._alive or key not in given:
                     self._watch(key, storage)
 
@@ -297,9 +300,10 @@ class Window:
         """Count a storage that is new, or has been resized, as FSDP does to free weights and to fill them."""
         size = storage.nbytes()
         before, reference = self._alive.get(key, (0, None))
+        if size == before and reference is not None:
+            return
         if reference is None:
-            reference = weakref.ref(storage)
-            weakref.finalize(storage, self._forget, key).atexit = False
+            reference = weakref.ref(storage, lambda _: self._forget(key))
         self._alive[key] = (size, reference)
         self._alive_bytes += size - before
         if self._alive_bytes > self._recording.peak_bytes:
@@ -330,9 +334,31 @@ class Window:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _storages(value: Any) -> dict[int, Any]:
-    """The storages behind the tensors of a value, by their address."""
-    storages = [t.untyped_storage() for t in tensors_in(value) if t.device.type != "meta"]
+_SECOND_FACTOR = {"mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
+"""Products of matrices, and which argument is the second one."""
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """Those of a product, a convolution or attention; None for any other operation.
+
+    torch's own formulas look through all arguments, which takes longer than a small product: what there is
+    most of goes first.
+    """
+    second = _SECOND_FACTOR.get(func._opname) if func.namespace == "aten" else None
+    if second is not None and len(args) > second and type(result) is Tensor:
+        return 2 * result.numel() * args[second].shape[-2]
+    formula = _formula(func)
+    return None if formula is None else formula(*args, **kwargs, out_val=result)
+
+
+@cache
+def _formula(func: Any) -> Callable[..., int] | None:
+    return flop_registry.get(func._overloadpacket)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """The storages behind some tensors, by their address."""
+    storages = [t.untyped_storage() for t in tensors if t.device.type != "meta"]
     return {storage._cdata: storage for storage in storages}
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from json import dumps
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,7 +175,7 @@ def _work(
         with recorder:
             found = {"result": probe(rank, *arguments)}
             found["races"] = [asdict(race) for race in recorder.flights.races()]
-            result = plain.encode(found)
+        result = plain.encode(found)
         hidden = unseen(before, recorder.calls)
         if hidden and guarded:
             raise RefusedError(
@@ -227,6 +228,7 @@ def _learner_code(order: dict[str, Any]) -> Callable[[str], bool]:
         )
     )
 
+    @cache
     def is_learner(file: str) -> bool:
         if file in labels:
             return True

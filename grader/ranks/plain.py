@@ -1,9 +1,11 @@
 """Plain data on the wire: numbers, strings, lists, tuples, dicts and tensors, and nothing that can run code.
 
-A value becomes JSON with the tensors taken out, and the tensors become one safetensors blob. Reading either
-never executes anything, so the judge may read what a submission's process has sent.
+A value becomes JSON with the tensors taken out, and the tensors become one safetensors blob, in which those of
+one dtype lie end to end. Reading either never executes anything, so the judge may read what a submission's
+process has sent.
 """
 
+import math
 import struct
 from collections.abc import Callable
 from json import dumps, loads
@@ -19,6 +21,8 @@ MAX_DIGITS = 300
 """Of a whole number: what is larger has no place among floats, and no quantity of this course comes near."""
 IS_KEY = object()
 """Stands in a place for "a key of"."""
+SMALL = (bool, str, float, type(None))
+"""What JSON has as well, whatever its value."""
 
 
 class NotPlainError(TypeError):
@@ -33,9 +37,14 @@ def encode(value: Any) -> bytes:
     Raises:
         NotPlainError: names the offending part, such as `result["layer"]: a Linear`.
     """
-    tensors: dict[str, Tensor] = {}
-    text = dumps(_strip(value, tensors, "result", 0)).encode()
-    return struct.pack("<Q", len(text)) + text + save_tensors(tensors)
+    tensors: list[Tensor] = []
+    tree = _strip(value, tensors, "result", 0)
+    sizes = [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors]
+    try:
+        text = dumps({"tree": tree, "sizes": sizes}).encode()
+    except (TypeError, ValueError) as error:  # all but what says by itself how it is told has been looked at
+        raise NotPlainError(f"a part of result is not plain: {error}") from error
+    return struct.pack("<Q", len(text)) + text + save_tensors(_end_to_end(sizes, tensors))
 
 
 def decode(data: bytes) -> Any:
@@ -44,23 +53,41 @@ def decode(data: bytes) -> Any:
         (length,) = struct.unpack_from("<Q", data)
         if length > len(data) - 8:
             raise ValueError("the text is cut short")
-        tree = loads(data[8 : 8 + length])
-        tensors = load_tensors(data[8 + length :])
-        return _restore(tree, tensors)
+        told = loads(data[8 : 8 + length])
+        tensors = _apart(told["sizes"], load_tensors(data[8 + length :]))
+        return _restore(told["tree"], tensors)
     except Exception as error:
         raise ValueError(f"not a complete record: {error}") from error
 
 
-def _strip(value: Any, tensors: dict[str, Tensor], where: Any, depth: int) -> Any:
+def _end_to_end(sizes: list[list[Any]], tensors: list[Tensor]) -> dict[str, Tensor]:
+    """The numbers of all tensors of each dtype: a name for each of many small ones takes longer."""
+    by_dtype: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for (dtype, *_), tensor in zip(sizes, tensors, strict=True):
+            by_dtype.setdefault(dtype, []).append(tensor.reshape(-1))
+        return {dtype: torch.cat(pieces) for dtype, pieces in by_dtype.items()}
+
+
+def _apart(sizes: list[list[Any]], whole: dict[str, Tensor]) -> list[Tensor]:
+    """Each tensor, in memory of its own."""
+    counts: dict[str, list[int]] = {dtype: [] for dtype in whole}
+    for dtype, *shape in sizes:
+        counts[dtype].append(math.prod(shape))
+    pieces = {dtype: iter(torch.split_with_sizes_copy(whole[dtype], counts[dtype])) for dtype in whole}
+    return [next(pieces[dtype]).view(shape) for dtype, *shape in sizes]
+
+
+def _strip(value: Any, tensors: list[Tensor], where: Any, depth: int) -> Any:
     """`where` is "result", or a pair of what a value lies in and its key or number there."""
-    if value is None or type(value) in (str, bool) or (type(value) is int and abs(value) < 2**63):
+    if type(value) in SMALL or (type(value) is int and abs(value) < 2**63):
         return value
     if depth > MAX_DEPTH:
         raise NotPlainError(f"{_name(where)} is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, Tensor):
         return {"tensor": _store(value, tensors, where)}
     if hasattr(value, "to_plain"):
-        return _strip(value.to_plain(), tensors, where, depth)
+        return {"json": value.to_plain()}
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -80,6 +107,9 @@ def _strip(value: Any, tensors: dict[str, Tensor], where: Any, depth: int) -> An
         items = [_strip(item, tensors, (where, i), depth + 1) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
+        if all(type(key) is str for key in value):
+            named = {key: _strip(item, tensors, (where, key), depth + 1) for key, item in value.items()}
+            return {"named": named}
         return {
             "dict": [
                 [_strip(k, tensors, (where, IS_KEY), depth + 1), _strip(v, tensors, (where, k), depth + 1)]
@@ -102,23 +132,32 @@ def _name(where: Any) -> str:
     return f"a key of {_name(around)}" if key is IS_KEY else f"{_name(around)}[{key!r}]"
 
 
-def _store(tensor: Tensor, tensors: dict[str, Tensor], where: Any) -> str:
+def _store(tensor: Tensor, tensors: list[Tensor], where: Any) -> int:
+    tensors.append(tensor.detach() if _is_plain(tensor) else _made_plain(tensor, where))
+    return len(tensors) - 1
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """As nearly all are, and no subclass's code then runs."""
+    kinds = Tensor, torch.nn.Parameter
+    here = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return type(tensor) in kinds and here and not tensor.is_quantized
+
+
+def _made_plain(tensor: Tensor, where: Any) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise NotPlainError(
                 f"{_name(where)} is a {tensor.layout} tensor on {tensor.device}: return a dense one"
             )
         try:
-            plain = torch.Tensor.as_subclass(tensor.detach(), Tensor).cpu().contiguous().clone()
+            return torch.Tensor.as_subclass(tensor.detach(), Tensor).cpu().contiguous().clone()
         except RuntimeError as error:
             if type(tensor) is Tensor:
                 raise  # there is no memory for it
             raise NotPlainError(
                 f"{_name(where)} is a {type(tensor).__name__}: return a plain tensor"
             ) from error
-    name = str(len(tensors))
-    tensors[name] = plain
-    return name
 
 
 def _whole(digits: str) -> int:
@@ -127,18 +166,20 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-_RESTORE: dict[str, Callable[[dict, dict[str, Tensor]], Any]] = {
+_RESTORE: dict[str, Callable[[dict, list[Tensor]], Any]] = {
+    "json": lambda node, tensors: node["json"],
     "tensor": lambda node, tensors: tensors[node["tensor"]],
     "int": lambda node, tensors: _whole(node["int"]),
     "bytes": lambda node, tensors: tensors[node["bytes"]].numpy().tobytes()[: node["length"]],
     "tuple": lambda node, tensors: tuple(_restore(item, tensors) for item in node["tuple"]),
+    "named": lambda node, tensors: {key: _restore(item, tensors) for key, item in node["named"].items()},
     "dict": lambda node, tensors: {_restore(k, tensors): _restore(v, tensors) for k, v in node["dict"]},
 }
 
 
-def _restore(node: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(node, list):
-        return [_restore(item, tensors) for item in node]
-    if isinstance(node, dict):
+def _restore(node: Any, tensors: list[Tensor]) -> Any:
+    if type(node) is list:
+        return [_restore(item, tensors) if type(item) in (list, dict) else item for item in node]
+    if type(node) is dict:
         return _RESTORE[next(iter(node))](node, tensors)
     return node

@@ -1,5 +1,6 @@
 """What was recorded on one rank, as plain data: communication, FLOPs and bytes, in order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -53,8 +54,9 @@ class Event:
         """Read an event. Raises ValueError for anything that is not one, field by field."""
         if not isinstance(plain, dict) or plain.keys() != _FIELDS.keys():
             raise ValueError("not an event")
-        if any(not _is_of(value, _FIELDS[name]) for name, value in plain.items()):
-            raise ValueError("not an event")
+        for name, is_such in _FIELDS.items():
+            if not is_such(plain[name]):
+                raise ValueError("not an event")
         return cls(**{**plain, "shape": tuple(plain["shape"]), "group": tuple(plain["group"])})
 
     def describe(self) -> str:
@@ -65,18 +67,23 @@ class Event:
         return f"{self.kind}{op}{what}{peer}"
 
 
-_FIELDS = {
-    item.name: item.type.__name__ if isinstance(item.type, type) else str(item.type) for item in fields(Event)
+def _is_number(value: Any) -> bool:
+    """Numbers have an end, when they come from outside."""
+    return type(value) is int and -(2**63) < value < 2**63
+
+
+_IS_OF: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+    "int": _is_number,
+    "int | None": lambda value: value is None or _is_number(value),
+    "tuple[int, ...]": lambda value: type(value) in (list, tuple) and all(map(_is_number, value)),
 }
-
-
-def _is_of(value: Any, kind: str) -> bool:
-    """Whether a value from outside is of the type that an event's field has; numbers have an end, too."""
-    if kind == "tuple[int, ...]":
-        return isinstance(value, list | tuple) and all(_is_of(item, "int") for item in value)
-    if type(value) is int and abs(value) >= 2**63:
-        return False
-    return type(value).__name__ in {"int": ("int",), "int | None": ("int", "NoneType")}.get(kind, (kind,))
+_FIELDS = {
+    item.name: _IS_OF[item.type.__name__ if isinstance(item.type, type) else str(item.type)]
+    for item in fields(Event)
+}
+"""Of an event: name → whether a value from outside can be that field's."""
 
 
 USES = ("shared", "read", "changed", "left")
