@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from grader.judging.reading import UnreadableError, at_most, read_regular_file, refuse_endless_source
 from grader.ranks.isolation import ROOT
@@ -118,7 +119,7 @@ def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted
         if cell.error:
             continue
         tree = ast.parse(cell.source)
-        for node in ast.walk(tree):
+        for node in _statements(tree.body):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "solutions":
                 borrowed |= {alias.asname or alias.name for alias in node.names}
         for name, node in _defined(tree.body):
@@ -127,6 +128,14 @@ def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted
             else:
                 definitions[name] = node
     return Submission(path, cells, module, trusted, definitions, frozenset(borrowed), open_ended)
+
+
+def _statements(body: list[Any]) -> Iterator[ast.AST]:
+    """All statements, however deep: of a tree's nodes a tenth."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(node, part, []))
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
