@@ -1,7 +1,7 @@
 """Plain data on the wire: numbers, strings, lists, tuples, dicts and tensors, and nothing that can run code.
 
-A value becomes JSON with the tensors taken out, and the tensors become one safetensors blob, in which those of
-one dtype lie end to end. Reading either never executes anything, so the judge may read what a submission's
+A value becomes JSON with the tensors taken out, and the tensors become one safetensors blob, in which those
+of one dtype lie end to end. Reading either never executes anything, so the judge may read what a submission's
 process has sent.
 """
 
