@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from grader.beside.flights import WaitedTwiceError
 from grader.beside.loading import LENT, LoadError, error_text, load_submission
@@ -48,6 +49,7 @@ class Rank:
         device: torch.device,
         recorder: Recorder,
         run: int,
+        meshes: dict[tuple, DeviceMesh],
     ) -> None:
         self.submission = submission
         self.group = group
@@ -56,10 +58,21 @@ class Rank:
         self.device = device
         self._recorder = recorder
         self._run = run
+        self._meshes = meshes
 
     def record(self, **options: Any) -> AbstractContextManager[Window]:
         """Record a stretch (see `Recorder.record`); the recording can be returned as it is."""
         return self._recorder.record(**options)
+
+    def mesh(self, ranks: Any, names: tuple[str, ...]) -> DeviceMesh:
+        """A mesh of world ranks, nested lists of them. Each is made once, however many runs ask for it.
+
+        A group takes milliseconds, and three threads for as long as its rank lives.
+        """
+        key = repr(ranks), names
+        if key not in self._meshes:
+            self._meshes[key] = DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
+        return self._meshes[key]
 
     def tell(self, note: str) -> None:
         """Leave a note for the other ranks of this run, beside the messages that are judged."""
@@ -115,7 +128,7 @@ def run_worker(
         answer(b"X", dumps({"type": "MachineError", "message": message, "machine": True}).encode())
         receive_frame(connection)
         return
-    current = SimpleNamespace(recorder=None, number=0)  # the run that goes on
+    current = SimpleNamespace(recorder=None, number=0, meshes={})  # the run that goes on
     watch_backends(lambda: current.recorder)
     watch_handles(lambda: current.recorder)
     while True:
@@ -125,6 +138,7 @@ def run_worker(
             answer(b"X", dumps(_describe(error)).encode())
         order = plain.decode(receive_frame(connection)[1])
         gc.collect()  # what the run before has left in circles is none of the next one's memory
+        gc.freeze()  # what stays is not looked at again
 
 
 def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, bytes], None]:
@@ -169,7 +183,14 @@ def _work(
         submission = load_submission(order)
         probe = pickle.loads(order["probe"]) if order["probe"] else _call_function
         rank = Rank(
-            submission, group, members.index(world_rank), len(members), device, recorder, current.number
+            submission,
+            group,
+            members.index(world_rank),
+            len(members),
+            device,
+            recorder,
+            current.number,
+            current.meshes,
         )
         arguments = _to_device(order["arguments"], device)
         with recorder:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from grader.checks import COLLECTIVES, Event, Recording, Trial, check, exercise
 
@@ -49,7 +48,7 @@ def call(
     """The probe: every case on every arrangement of machines."""
     found = []
     for machines in arranged:
-        mesh = DeviceMesh(rank.device.type, machines, mesh_dim_names=("across", "inside"))
+        mesh = rank.mesh(machines, ("across", "inside"))
         inner, outer = mesh.get_group("inside"), mesh.get_group("across")
         answers = []
         with rank.record() as recording:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from grader.checks import Fault, Trial, check, exercise
 
@@ -279,10 +278,7 @@ def machines_cut_among_their_ranks(trial: Trial) -> None:
 
 def refuse(rank: Any, seed: int, machines: list[list[int]]) -> str:
     ranks = [r for row in machines for r in row]
-    for mesh in (
-        DeviceMesh(rank.device.type, ranks, mesh_dim_names=("shard",)),
-        DeviceMesh(rank.device.type, [machines], mesh_dim_names=("cluster", *NAMES)),
-    ):
+    for mesh in (rank.mesh(ranks, ("shard",)), rank.mesh([machines], ("cluster", *NAMES))):
         try:
             rank.submission.hybrid_shard(build(odd_gpt, seed).to(rank.device), mesh)
         except ValueError:
