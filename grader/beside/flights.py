@@ -8,9 +8,11 @@ Nothing in torch notices; this does, and says in which lines.
 import os
 import sys
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from types import FrameType
 from typing import Any
 
@@ -108,6 +110,21 @@ class WaitedTwiceError(RuntimeError):
         return {"event": vars(self.flight.event), "first": self.flight.ended_at}
 
 
+class Taken:
+    """The memory of many stretches, by where they begin: one look tells, however many there are."""
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        ordered = sorted(stretches, key=lambda stretch: stretch.first)
+        self._firsts = [stretch.first for stretch in ordered]
+        self._furthest = list(accumulate((stretch.last for stretch in ordered), max))
+        """The last end of all up to here."""
+
+    def meet(self, first: int, last: int) -> bool:
+        """Whether one of them has a place from `first` on and before `last`."""
+        before = bisect_left(self._firsts, last)
+        return before > 0 and self._furthest[before - 1] > first
+
+
 class Flights:
     """All that one rank has started and not waited for.
 
@@ -118,6 +135,8 @@ class Flights:
     def __init__(self, place: Callable[[], tuple[str, int]]) -> None:
         self._place = place
         self._aloft: list[Flight] = []
+        self._taken: Taken | None = None
+        """What these use; None when it has to be looked up again."""
         self._by_handle: dict[int, Flight] = {}
         self._references: dict[int, Any] = {}
         self._races: list[Race] = []
@@ -125,7 +144,11 @@ class Flights:
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """See an operation that is about to run: does it use a buffer that is on its way?"""
-        if not self._aloft or len(self._races) >= MOST_RACES or not self._is_near(args, kwargs):
+        if not self._aloft or len(self._races) >= MOST_RACES:
+            return
+        if self._taken is None:
+            self._taken = Taken([s for flight in self._aloft for s in (*flight.fills, *flight.sends)])
+        if not self._is_near(self._taken, args, kwargs):
             return
         reads, writes = _used(func, args, kwargs)
         for flight in self._aloft:
@@ -138,18 +161,17 @@ class Flights:
             elif _meet(flight.fills, writes) or _meet(flight.sends, writes):
                 self._tell(flight, "changed")
 
-    def _is_near(self, args: Any, kwargs: Any) -> bool:
+    @staticmethod
+    def _is_near(taken: Taken, args: Any, kwargs: Any) -> bool:
         """Whether a tensor lies in a storage with something on its way: a quick look, as most do not."""
-        taken = [stretch for flight in self._aloft for stretch in (*flight.fills, *flight.sends)]
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors_in(args) + tensors_in(kwargs):
             if tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
             if storage.device.type != "cpu":
                 continue
             first = storage.data_ptr()
-            last = first + storage.nbytes()
-            if any(stretch.first < last and first < stretch.last for stretch in taken):
+            if taken.meet(first, first + storage.nbytes()):
                 return True
         return False
 
@@ -181,6 +203,7 @@ class Flights:
         # it lives as long as the frame of torch that was asked for it.
         caller.f_locals["handle of the recorder"] = handle
         self._aloft.append(flight)
+        self._taken = None
         self._by_handle[key] = flight
         self._references[key] = weakref.ref(handle, lambda _: self._dropped(key))
 
@@ -206,6 +229,7 @@ class Flights:
             raise WaitedTwiceError(flight)
         if flight in self._aloft:
             self._aloft.remove(flight)
+            self._taken = None
 
     def ended(self, handle: Any) -> None:
         """See that a wait() has returned."""

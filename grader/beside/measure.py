@@ -21,15 +21,18 @@ def leaves_in(value: Any, kind: type[T]) -> list[T]:
     return found
 
 
+NO_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of most arguments that hold nothing."""
+
+
 def _collect(value: Any, kind: type[T], found: list[T]) -> None:
     """Plain numbers go first: this runs for every argument of every operation that is recorded."""
     if isinstance(value, kind):
         found.append(value)
-    elif value is None or isinstance(value, (int, float, str)):
-        return
     elif isinstance(value, (list, tuple)):
         for each in value:
-            _collect(each, kind, found)
+            if type(each) not in NO_LEAVES:
+                _collect(each, kind, found)
     elif isinstance(value, Mapping):
         for each in value.values():
             _collect(each, kind, found)
