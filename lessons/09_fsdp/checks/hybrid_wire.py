@@ -9,7 +9,7 @@ from torch.optim import SGD
 from grader.checks import Event, Recording, Trial, check
 
 from .meshes import Machines, arrangements, groups_of, hybrid, run, told
-from .models import DEEP, build, bytes_of, deep_gpt, local, settle
+from .models import SHORT, build, bytes_of, local, settle, short_gpt
 from .wire import SMALL, padded_bytes
 
 SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -21,7 +21,7 @@ def measure(rank: Any, seed: int, arranged: list[Machines], batch: tuple[Tensor,
     found = []
     for machines in arranged:
         with rank.record(memory=True) as recording:
-            sharded = hybrid(rank, build(deep_gpt, seed), machines)
+            sharded = hybrid(rank, build(short_gpt, seed), machines)
             optimizer = SGD(sharded.parameters(), lr=0.1)
             sharded(*batch)[1].backward()
             optimizer.zero_grad()
@@ -38,10 +38,10 @@ def measure(rank: Any, seed: int, arranged: list[Machines], batch: tuple[Tensor,
 
 
 def observe(trial: Trial) -> SimpleNamespace:
-    batch = (trial.tokens(DEEP.vocab_size, 1, 2), trial.tokens(DEEP.vocab_size, 1, 2))
+    batch = (trial.tokens(SHORT.vocab_size, 1, 2), trial.tokens(SHORT.vocab_size, 1, 2))
     arranged = arrangements(trial)[-2:]  # of four ranks not the neighbours: others show as much, and more
     results = run(trial, measure, trial.seed(), arranged, batch)
-    model = build(deep_gpt, 0)
+    model = build(short_gpt, 0)
     block = bytes_of(model.transformer.h[0])
     return SimpleNamespace(
         on_machines=[
@@ -51,7 +51,7 @@ def observe(trial: Trial) -> SimpleNamespace:
         model=model,
         size=bytes_of(model),
         block=block,
-        outside=bytes_of(model) - DEEP.n_layer * block,
+        outside=bytes_of(model) - SHORT.n_layer * block,
         largest=max(p.numel() * p.element_size() for p in model.parameters()),
     )
 
@@ -117,7 +117,7 @@ def weights_are_gathered_inside(trial: Trial) -> None:
             home, whole = sent(result["recording"], inside), (n - 1) / n * seen.size
             most = (n - 1) / n * (3 * padded_bytes(seen.model, n) + 2 * seen.outside + seen.block)
             trial.require(
-                2.9 * (n - 1) / n * DEEP.n_layer * seen.block - SMALL <= home <= most + SMALL,
+                2.9 * (n - 1) / n * SHORT.n_layer * seen.block - SMALL <= home <= most + SMALL,
                 f"it sends {home:,.0f} bytes inside its machine in a step ({told(each.machines)}), and to "
                 f"gather all weights twice and reduce-scatter their gradients takes {3 * whole:,.0f}",
                 help="Your FullySharded does it, in the group of the machine.",

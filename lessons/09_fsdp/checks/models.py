@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,9 +71,17 @@ def dropping_gpt() -> GPT:
 DEEP = GPTConfig(block_size=4, vocab_size=17, n_layer=10, n_head=2, n_embd=16)
 
 
+SHORT = replace(DEEP, n_layer=5)
+
+
 def deep_gpt() -> GPT:
     """A GPT of many blocks, beside which embeddings and activations are small."""
     return GPT(DEEP)
+
+
+def short_gpt() -> GPT:
+    """A GPT of fewer blocks, for bytes that travel: embeddings are small beside them too."""
+    return GPT(SHORT)
 
 
 def build(make: Any, seed: int, dtype: torch.dtype = torch.float32) -> Any:

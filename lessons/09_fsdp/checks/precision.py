@@ -10,7 +10,7 @@ from torch.optim import SGD
 from grader.checks import Trial, check
 
 from .fully_sharded import dtypes_of, full
-from .models import DEEP, build, bytes_of, deep_gpt, seeds, weights
+from .models import SHORT, build, bytes_of, seeds, short_gpt, weights
 from .runs import run
 from .wire import SMALL, travelled
 
@@ -28,7 +28,7 @@ TOLD = {
 
 def step_in(rank: Any, seed: int, how: str, tokens: Tensor, targets: Tensor) -> dict:
     """A step of SGD on a float32 model with dtypes of its own."""
-    model = build(deep_gpt, seed).to(rank.device)
+    model = build(short_gpt, seed).to(rank.device)
     sharded = rank.submission.FullySharded(model, rank.group, **SETTINGS[how])
     start = full(sharded)
     optimizer = SGD(sharded.parameters(), lr=1.0)
@@ -52,20 +52,20 @@ def step_in(rank: Any, seed: int, how: str, tokens: Tensor, targets: Tensor) -> 
 
 def observe(trial: Trial) -> SimpleNamespace:
     numbers = seeds(trial)
-    data = [(trial.tokens(DEEP.vocab_size, 2, 4), trial.tokens(DEEP.vocab_size, 2, 4)) for _ in numbers]
+    data = [(trial.tokens(SHORT.vocab_size, 2, 4), trial.tokens(SHORT.vocab_size, 2, 4)) for _ in numbers]
     results = {
         how: run(trial, step_in, per_rank=[(s, how, *d) for s, d in zip(numbers, data, strict=True)])
         for how in SETTINGS
     }
     gradients, losses = [], []
     for batch in data:
-        model = build(deep_gpt, numbers[0]).to(torch.bfloat16)
+        model = build(short_gpt, numbers[0]).to(torch.bfloat16)
         loss = model(*batch)[1]
         loss.backward()
         losses.append(loss.item())
         gradients.append({name: p.grad.float() for name, p in model.named_parameters()})
     mean = {name: sum(each[name] for each in gradients) / len(gradients) for name in gradients[0]}
-    model = build(deep_gpt, numbers[0])
+    model = build(short_gpt, numbers[0])
     return SimpleNamespace(results=results, model=model, start=weights(model), mean=mean, losses=losses)
 
 
