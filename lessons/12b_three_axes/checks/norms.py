@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check, exercise
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise
 from grader.checks import told as told_events
 
 from .meshes import APART, Sizes, meshes, meshes_on, parts, place, told, which_mesh
@@ -97,8 +97,56 @@ def observe(trial: Trial) -> SimpleNamespace:
             present = {name: part for name, part in own.items() if part.numel()}
             cases.append((sizes, present, {name: list(cut) for name, (_, cut) in PARAMETERS.items()}))
         by_rank.append((cases,))
-    results = trial.run(probe, per_rank=by_rank)
+    try:
+        results = trial.run(probe, per_rank=by_rank)
+    except CheckEnded as end:
+        lacking = what_is_lacking(by_rank)
+        if end.verdict == Verdict.HUNG and lacking and returns_where_none_lacks(trial, by_rank):
+            end.cause, end.help = lacking, HAND_OVER_ZERO
+        raise
     return SimpleNamespace(plans=plans, wholes=wholes, by_rank=by_rank, results=results)
+
+
+HAND_OVER_ZERO = (
+    "Add up all squares of a rank first, and sum that: as many calls on every rank. Or let a rank that lacks "
+    "a gradient take part with 0."
+)
+
+
+def what_is_lacking(by_rank: list) -> str:
+    """Which rank lacks a gradient that others have, and what comes of it; "" where none does."""
+    for of_plan in zip(*(cases for (cases,) in by_rank), strict=True):
+        held = [set(gradients) for _, gradients, _ in of_plan]
+        for rank, names in enumerate(held):
+            lacking = sorted(set().union(*held) - names)
+            if lacking:
+                has = next(r for r, other in enumerate(held) if lacking[0] in other)
+                return (
+                    f'rank {rank} lacks a gradient, of "{lacking[0]}", that rank {has} has, and makes other '
+                    "calls than its peers. With the gradients that all ranks have, all of it returns"
+                )
+    return ""
+
+
+def returns_where_none_lacks(trial: Trial, by_rank: list) -> bool:
+    """Whether the ranks return where each has a part of every gradient."""
+    held_by_all = []
+    for of_plan in zip(*(cases for (cases,) in by_rank), strict=True):
+        held_by_all.append(set.intersection(*(set(gradients) for _, gradients, _ in of_plan)))
+    same = [
+        (
+            [
+                (sizes, {name: x for name, x in gradients.items() if name in names}, cut_along)
+                for (sizes, gradients, cut_along), names in zip(cases, held_by_all, strict=True)
+            ],
+        )
+        for (cases,) in by_rank
+    ]
+    try:
+        trial.run(probe, per_rank=same)
+    except CheckEnded:
+        return False
+    return True
 
 
 def root(squares: Any) -> Tensor:
