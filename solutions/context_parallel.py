@@ -372,7 +372,8 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     their positions in the sequence. The loss is the mean over all targets that are not -1, the same on every
     rank, even if a rank has none of them. After `loss.backward()` every gradient is complete, and the same on
     every rank; a second backward adds to it as usual. Attention probabilities are not dropped. The other
-    dropouts stay on. Parameter names stay GPT's.
+    dropouts stay on. Parameter names stay GPT's. Without targets (a star) every rank gets the logits of the
+    sequence's last token, (b, 1, v), and no loss.
 
     Raises:
         ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.

@@ -40,7 +40,8 @@ def rows_of(batch: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Ranks with the same place along "data" get the same rows, all of their columns. The shares of different
     places are disjoint, and together they are the batch; two of them differ by at most one row. The
-    dimensions of the mesh stand in any order. Nothing is sent, and the batch stays as it is.
+    dimensions of the mesh stand in any order, and it may have some of the world's ranks only.
+    Nothing is sent, and the batch stays as it is.
     """
     # answer
     return shard_batch(batch, mesh.get_group("data"))
@@ -57,8 +58,8 @@ def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, T
     `techniques` has a function of a module and a group for each dimension that may be there, in any order:
     "tensor" cuts layers, "context" cuts tokens, "data" wraps what they made. Each dimension of the mesh
     gets its technique, with its own group, in the order in which gradients come out right; one of a
-    single rank may do without. The mesh may lack some of the three, and has them in any order. Returns
-    the module to call.
+    single rank may do without. The mesh may lack some of the three, and has them in any order. It may have
+    some of the world's ranks only. Returns the module to call.
 
     Raises:
         ValueError: a dimension of the mesh has no technique; nothing has been applied by then.
@@ -85,8 +86,9 @@ def gradient_norm(
     It is a scalar, the same on every rank. `gradients` are this rank's, by parameter; an empty shard of
     ZeRO-3 may be missing. `cut_along` has for every parameter the dimensions of the mesh along which it is
     cut. Ranks that differ there have different parts of its gradient. Ranks that differ elsewhere have
-    copies, which count once. Squares are added up in float32 or wider. What travels is a few numbers, and
-    no gradient. The gradients stay as they are.
+    copies, which count once. Squares are added up in float32 or wider. The mesh may have
+    some of the world's ranks only. What travels is a few numbers, and no gradient. The gradients stay as
+    they are.
     """
     # answer
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -142,7 +144,7 @@ def weighed_loss(loss: Tensor, targets: Tensor, mesh: DeviceMesh) -> Tensor:
     `loss` is the mean over the counted targets of this rank's rows, as a module on the mesh returns it: the
     same on ranks with the same rows. `targets` (b/d, s) are these rows, whole; -1 does not count, and every
     rank has some that do. So is the gradient: its plain mean along "data" is that of one rank on the whole
-    batch. A number or two travel.
+    batch. The mesh may have some of the world's ranks only. A number or two travel.
     """
     # answer
     data = mesh.get_group("data")

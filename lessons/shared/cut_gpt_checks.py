@@ -161,7 +161,10 @@ def after(passes: int) -> str:
 
 
 def sampling_is_right(trial: Trial, function: str, config: dict, length: int) -> None:
-    """`generate` goes on as the dense model does, samples alike, and may refuse an odd length."""
+    """`generate` goes on as the dense model does, and samples alike.
+
+    A length that is odd may be refused; else its logits and its loss are the dense model's.
+    """
     steps, weights = 3, drawn_weights(trial, config)
     idx = trial.tokens(config["vocab_size"], 2, length)
     results = trial.run(sampling_probe, function, config, weights, idx, steps)

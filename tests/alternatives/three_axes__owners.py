@@ -38,7 +38,8 @@ def gradient_norm(gradients, cut_along, mesh):
         if all(mesh.get_local_rank(dim) == 0 for dim in names if dim not in cut_along[name])
     ]
     square = torch.stack([torch.zeros((), device=mesh.device_type), *owned]).square().sum()
-    dist.all_reduce(square)
+    for dim in names:
+        dist.all_reduce(square, group=mesh.get_group(dim))
     return square**0.5
 
 
@@ -57,8 +58,9 @@ def bytes_by_axis(config, batch_size, sizes, zero3=False):
 
 
 def weighed_loss(loss, targets, mesh):
-    """All ranks count, and all ranks multiply."""
+    """All ranks of the mesh count, and all of them multiply."""
     counted = (targets >= 0).sum().float()
     total = counted.clone()
-    dist.all_reduce(total)
-    return loss * (counted * dist.get_world_size() / total)
+    for group in mesh.get_all_groups():
+        dist.all_reduce(total, group=group)
+    return loss * (counted * mesh.size() / total)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Event, Fault, Recording, Trial, check, exercise
+from grader.checks import CheckEnded, Event, Fault, Recording, Trial, Verdict, check, exercise
 
 from .cases import FILL, MIXED, PLAIN, SPACED, TRANSPOSED, draw, lay_out
 from .traffic import SMALL, events, require_messages_alone, require_waits, sends
@@ -103,10 +103,26 @@ def observe_slow(trial: Trial) -> SimpleNamespace:
     return ask(trial, [exchange(trial, lambda s, r: (20_000,)) for _ in range(2)], delays=True)
 
 
-def call(rank: Any, cases: list[tuple[list[Tensor], str, list[list[int]] | None]]) -> dict[str, Any]:
+class Counted(list):
+    """A list that tells which entry was asked for and is not there."""
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)
+        except IndexError:
+            raise IndexError(f"{NOT_THERE}[{key}]: there are {len(self)}, one a rank") from None
+
+
+NOT_THERE = "there is no tensors"
+
+
+def call(
+    rank: Any, cases: list[tuple[list[Tensor], str, list[list[int]] | None]], counted: bool = False
+) -> dict[str, Any]:
     """The probe: every case in turn, each in a stretch of the recording named by its number.
 
-    A function without `shapes` ends before the first case that hands them over.
+    A function without `shapes` ends before the first case that hands them over. With `counted`, an index
+    that is out of range is told.
     """
     answers = []
     takes_shapes = "shapes" in inspect.signature(rank.submission.all_to_all).parameters
@@ -115,7 +131,7 @@ def call(rank: Any, cases: list[tuple[list[Tensor], str, list[list[int]] | None]
             if shapes is not None and not takes_shapes:
                 break
             laid = [lay_out(value, layout, rank.rank) for value in values]
-            given = [tensor for tensor, _ in laid]
+            given = (Counted if counted else list)(tensor for tensor, _ in laid)
             recording.mark(f"{i}")
             if shapes is None:
                 returned = rank.submission.all_to_all(given, rank.group)
@@ -149,13 +165,75 @@ def ask(trial: Trial, cases: list[Exchange], delays: bool = False) -> SimpleName
             for case in cases
         ]
 
-    results = trial.run(call, per_rank=[(of_rank(r),) for r in range(trial.num_ranks)], delays=delays)
+    def run(*options: bool) -> list[dict[str, Any]]:
+        per_rank = [(of_rank(r), *options) for r in range(trial.num_ranks)]
+        return trial.run(call, per_rank=per_rank, delays=delays)
+
+    try:
+        results = run()
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "raised IndexError" in end.message:
+            tell_index(trial.num_ranks, partial(run, True))
+        raise
     answers = list(zip(*(result["answers"] for result in results), strict=True))
     return SimpleNamespace(
         cases=cases[: len(answers)],
         answers=answers,
         recordings=[result["recording"] for result in results],
         device=results[0]["device"],
+    )
+
+
+def tell_index(n: int, run_counted: Callable[[], Any]) -> None:
+    """Which entry was asked for and is not there: that of a partner past the last rank?"""
+    try:
+        run_counted()
+    except CheckEnded as end:
+        if end.verdict != Verdict.CRASHED or f"{NOT_THERE}[" not in end.message:
+            return
+        past = f"{NOT_THERE}[{n}]" in end.message and not is_power_of_two(n)
+        if past:
+            end.cause = (
+                "a partner is asked for that is not there, as by rank ^ k where n is no power of two, or "
+                "by rank + k without % n"
+            )
+            end.help = ROUND_K
+        raise
+
+
+def is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+ROUND_K = "In round k send to rank (r + k) % n, and receive from rank (r - k) % n: right for every n."
+
+
+def never_met(seen: SimpleNamespace, i: int) -> str:
+    """Why some pairs exchange nothing, if these are what partners rank ^ k for k < n leave out; else ""."""
+    n, case = len(seen.recordings), seen.cases[i]
+    if is_power_of_two(n):
+        return ""
+    for r, recording in enumerate(seen.recordings):
+        peers = {event.peer for event in sends(recording, i)}
+        if any((s in peers) != (r ^ s < n) for s in range(n) if s != r and case.rows[r][s].numel()):
+            return ""
+    r, s = next((r, s) for r in range(n) for s in range(r + 1, n) if r ^ s >= n)
+    return (
+        f"ranks {r} and {s} exchange nothing with one another, as with the partner rank ^ k in round k < n: "
+        f"{r} ^ {s} = {r ^ s}. Such partners meet everybody only where n is a power of two"
+    )
+
+
+def others_are_right(case: Exchange, answers: list[dict[str, Any]]) -> bool:
+    """Whether what came is right for all pairs but those that partners rank ^ k for k < n leave out."""
+    n = len(answers)
+    return all(
+        len(answer["entries"]) == n
+        and answer["entries"][s] is not None
+        and torch.equal(answer["entries"][s], case.rows[s][r])
+        for r, answer in enumerate(answers)
+        for s in range(n)
+        if r ^ s < n
     )
 
 
@@ -242,18 +320,24 @@ def require_lists(trial: Trial, case: Exchange, answers: list[dict[str, Any]]) -
 def require_exchanged(trial: Trial, seen: SimpleNamespace, help: str, of: torch.dtype | None = None) -> None:
     """Entry s of rank r is what rank s had for it."""
     n = trial.num_ranks
-    for case, answers in zip(seen.cases, seen.answers, strict=True):
+    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.rows[0][0].dtype):
             continue
-        require_lists(trial, case, answers)
-        trial.close(
-            f"what was returned, given {case}",
-            [joined(answer["entries"]) for answer in answers],
-            [joined([case.rows[s][r] for s in range(n)]) for r in range(n)],
-            alternatives=partial(slips, case),
-            rtol=0.0,
-            help=help,
-        )
+        try:
+            require_lists(trial, case, answers)
+            trial.close(
+                f"what was returned, given {case}",
+                [joined(answer["entries"]) for answer in answers],
+                [joined([case.rows[s][r] for s in range(n)]) for r in range(n)],
+                alternatives=partial(slips, case),
+                rtol=0.0,
+                help=help,
+            )
+        except CheckEnded as end:
+            cause = never_met(seen, i)
+            if cause and others_are_right(case, answers):
+                end.cause, end.help = cause, ROUND_K
+            raise
 
 
 @check("all_to_all")
@@ -351,11 +435,11 @@ def tensors_go_straight_to_their_owners(trial: Trial) -> None:
     for seen in (trial.once(observe_even), trial.once(observe_uneven)):
         for i, case in enumerate(seen.cases):
             for r, recording in enumerate(seen.recordings):
-                require_bytes(trial, case, i, r, recording)
+                require_bytes(trial, case, i, r, recording, never_met(seen, i))
 
 
-def require_bytes(trial: Trial, case: Exchange, i: int, r: int, recording: Recording) -> None:
-    """What one rank sends to each in one case."""
+def require_bytes(trial: Trial, case: Exchange, i: int, r: int, recording: Recording, unmet: str) -> None:
+    """What one rank sends to each in one case; `unmet` says why some pairs exchange nothing, or is ""."""
     messages = sends(recording, i)
     if any(event.peer is None for event in messages):
         return
@@ -369,7 +453,7 @@ def require_bytes(trial: Trial, case: Exchange, i: int, r: int, recording: Recor
         if sent > has and large and all(event.num_bytes >= everything > has for event in large):
             cause = "it sends all that it has, and the receiver picks its own"
         elif not sent and has:
-            cause = "what it has for that rank travels by way of another one, or not at all"
+            cause = unmet or "what it has for that rank travels by way of another one, or not at all"
         elif sent > has + SMALL:
             cause = "what is others' travels by way of this rank, is padded, or goes twice"
         trial.require(
@@ -387,6 +471,27 @@ def require_bytes(trial: Trial, case: Exchange, i: int, r: int, recording: Recor
         )
 
 
+def why_two_meet(peers: list[list[int]]) -> str:
+    """Why two ranks send to the same one, by whom each rank sends to in turn; "" where that is unknown.
+
+    On three ranks, those who go through all partners rank ^ k and leave out who is not there do what those
+    do who go by the numbers of the ranks. Where there are four as well, only the first come this far.
+    """
+    n = len(peers)
+    if not is_power_of_two(n) and all(
+        row == [r ^ k for k in range(1, 2 * n) if r ^ k < n] for r, row in enumerate(peers)
+    ):
+        words = (
+            f"each rank goes through rank ^ 1, rank ^ 2, ... and leaves out who is not there. {n} is no "
+            "power of two, so it is in its next round before the others are"
+        )
+        by_number = all(row == sorted(row) for row in peers)
+        return f"{words}. To go by the numbers of the others is the same on {n} ranks" if by_number else words
+    if all(row == sorted(row) for row in peers):
+        return "every rank goes through the others in the same order, rank 0 first"
+    return ""
+
+
 @check("all_to_all")
 def a_round_has_one_sender_and_one_receiver(trial: Trial) -> None:
     """n - 1 rounds: in each a rank sends to one rank and receives from one, and no two send to the same."""
@@ -399,6 +504,7 @@ def a_round_has_one_sender_and_one_receiver(trial: Trial) -> None:
                 f"it {kind} {len(row)} tensors in a call, and there are n - 1 = {n - 1} others",
                 help="One round for each of the others.",
                 rank=r,
+                cause=never_met(seen, 0),
             )
     if any(event.peer is None for row in (*sent, *come) for event in row):
         return
@@ -408,9 +514,7 @@ def a_round_has_one_sender_and_one_receiver(trial: Trial) -> None:
             trial.require(
                 len(senders) < 2,
                 f"in round {k + 1} ranks {' and '.join(map(str, senders))} all send to rank {to}",
-                cause="every rank goes through the others in the same order, rank 0 first"
-                if all(sent[r][0].peer == (0 if r else 1) for r in range(n))
-                else "",
+                cause=why_two_meet([[event.peer for event in row] for row in sent]),
                 help="In round k send to rank (r + k) % n: then all targets differ.",
             )
         for r in range(n):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grader.checks import (
     BACKWARD,
+    Fault,
     Trial,
     backward,
     check,
@@ -277,8 +278,11 @@ def copies_get_the_whole_gradient(trial: Trial) -> None:
         trial.close("the gradient of c_proj.weight", each_rank(seen, "gradients", "c_proj.weight"), columns)
 
 
-def other_sums(seen: SimpleNamespace, n: int) -> dict[str, list[Tensor]]:
-    """Gradients of each rank's keys and values, if they were summed over other ranks than the copies."""
+def other_sums(seen: SimpleNamespace, n: int) -> dict[str, list[Tensor] | Fault]:
+    """Gradients of each rank's keys and values, if they were summed over other ranks than the copies.
+
+    The bias is their last column, and may be alone in that, or the only one that is right.
+    """
     pulled = [fused_of(pulled_by(seen, rank, n).gradients) for rank in range(n)]
     alone = [rows_of(seen, pulled[rank], rank, n)[HEADS // n * seen.size :] for rank in range(n)]
     whole = [rows_of(seen, sum(pulled), rank, n)[HEADS // n * seen.size :] for rank in range(n)]
@@ -287,7 +291,24 @@ def other_sums(seen: SimpleNamespace, n: int) -> dict[str, list[Tensor]]:
         "averaged over the copies, where the dense gradient is a sum": [g / seen.copies for g in whole],
         "summed over all ranks: other ranks' key heads are in it": [sum(alone)] * n,
     }
-    return {told: wrong for told, wrong in found.items() if seen.copies > 1}
+    if seen.copies == 1:
+        return {}
+    known: dict[str, list[Tensor] | Fault] = dict(found)
+    if "c_attn.bias" in seen.weights:
+        right = [
+            rows_of(seen, fused_of(seen.dense.gradients), r, n)[HEADS // n * seen.size :] for r in range(n)
+        ]
+        for told_sum, wrong in found.items():
+            pairs = list(zip(wrong, right, strict=True))
+            known[f"of c_attn.bias alone it is {told_sum}"] = Fault(
+                [torch.cat([g[:, :-1], w[:, -1:]], 1) for w, g in pairs],
+                "c_attn.weight's copies are right. c_attn.bias has rows of these heads: do the same there.",
+            )
+            known[f"of c_attn.weight alone it is {told_sum}"] = Fault(
+                [torch.cat([w[:, :-1], g[:, -1:]], 1) for w, g in pairs],
+                "c_attn.bias's copies are right. c_attn.weight has rows of these heads: do the same there.",
+            )
+    return known
 
 
 @check("tensor_parallel_grouped_attention")

@@ -159,7 +159,7 @@ def every_rank_computes_its_share(trial: Trial) -> None:
 
 @check("sequence_parallelize", world_sizes=(2, 4), subgroup=False)
 def sampling_still_works(trial: Trial) -> None:
-    """`model.generate` gives the dense model's tokens on every rank; uneven lengths may be refused."""
+    """`generate` gives the dense model's tokens; uneven lengths are refused, or have its logits and loss."""
     n = trial.num_ranks
     odd = 30 + trial.choice([1, 5, 7, 11])
     sampling_is_right(trial, NAME, small_config(trial, vocab_size=odd, n_layer=1, block_size=3 * n), 3 * n)

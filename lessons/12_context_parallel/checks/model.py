@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check, exercise, is_close
+from grader.checks import Fault, Trial, check, exercise, is_close
 from nanogpt.model import GPT, Dropout
 
 from .model_losses import built, config_of, dense, drawn, other_losses, small_config
@@ -457,3 +457,51 @@ def training_curve_is_that_of_one_process(trial: Trial) -> None:
             help="Compare loss and gradients of the first step; sum in the model's dtype.",
             rtol=1e-6,
         )
+
+
+def last_probe(rank, sizes: dict, weights: dict, idx: Tensor) -> dict:
+    model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group).eval()
+    with torch.no_grad():
+        logits, loss = model(idx)
+    return {"logits": logits, "loss": loss is not None}
+
+
+def other_last_logits(everywhere: Tensor, n: int) -> dict[str, Fault]:
+    """Cause → what each rank would have, of the logits of all tokens (b, s, v)."""
+    s = everywhere.size(1)
+    lasts = {
+        "zigzag": [s - r * s // (2 * n) - 1 for r in range(n)],
+        "plain": [(r + 1) * s // n - 1 for r in range(n)],
+    }
+    senders = {"zigzag": n - 1, "plain": 0}
+    found = {}
+    for parts, places in lasts.items():
+        ends = [everywhere[:, [place]] for place in places]
+        other = senders[parts]
+        found[f"each rank has those of the last of its own tokens, in {parts} parts"] = Fault(
+            ends, "Only one rank has the last token of the sequence: let it hand its logits to all."
+        )
+        found[f"every rank has those of rank {other}'s last token, in {parts} parts"] = Fault(
+            ends[other], f"In {parts} parts rank {n - 1 - other} has the last token of the sequence."
+        )
+    return found if n > 1 else {}
+
+
+@check("context_parallelize", world_sizes=(2, 3), optional=True)
+def every_rank_can_sample(trial: Trial) -> None:
+    """Without targets every rank gets the logits of the sequence's last token, and no loss."""
+    sizes = small_config(trial)
+    weights = drawn(trial, sizes)
+    idx = trial.tokens(sizes["vocab_size"], 2, sizes["length"])
+    with torch.no_grad():
+        everywhere = built(sizes, weights).eval()(idx, idx)[0]
+    results = trial.run(last_probe, sizes, weights, idx)
+    trial.close(
+        "what comes without targets",
+        [result["logits"] for result in results],
+        everywhere[:, [-1]],
+        lambda: other_last_logits(everywhere, trial.num_ranks),
+        help="GPT takes the last token of what it was given: here that is a rank's own last token.",
+    )
+    for rank, result in enumerate(results):
+        trial.require(not result["loss"], "without targets it returned a loss", rank=rank)

@@ -13,7 +13,7 @@ from torch import nn
 from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
-from .meshes import Sizes, meshes_on, ranks_along, told
+from .meshes import APART, PARTS, Sizes, meshes_on, ranks_along, told
 
 exercise(
     "parallelize_on_mesh",
@@ -84,7 +84,7 @@ def telling_probe(rank: Any, all_sizes: list[Sizes], names: tuple[str, ...]) -> 
 
 def observe_calls(trial: Trial) -> SimpleNamespace:
     """The techniques are handed over in an order that is nobody's."""
-    sizes = MESHES[trial.num_ranks]
+    sizes = [*MESHES[trial.num_ranks], *PARTS[trial.num_ranks]]
     results = trial.run(telling_probe, sizes, ("context", "data", "tensor"))
     return SimpleNamespace(sizes=sizes, results=results)
 
@@ -110,7 +110,7 @@ def every_dimension_has_its_technique(trial: Trial) -> None:
             rank=rank,
         )
         names = [name for name, _, _ in result["log"]]
-        needed = [dim for dim in sizes if sizes[dim] > 1]  # one rank may do without
+        needed = [dim for dim in sizes if sizes[dim] > 1 and dim != APART]  # one rank may do without
         trial.require(
             set(needed) <= set(names) <= set(sizes) and len(set(names)) == len(names),
             f"on a mesh of {told(sizes)} these were applied: {', '.join(names) or 'none'}",
@@ -133,7 +133,11 @@ def every_technique_has_its_own_group(trial: Trial) -> None:
                 rank=rank,
             )
             right = list(ranks_along(rank, sizes, name))
-            others = [dim for dim in sizes if dim != name and list(ranks_along(rank, sizes, dim)) == ranks]
+            others = [
+                dim
+                for dim in sizes
+                if dim not in (name, APART) and list(ranks_along(rank, sizes, dim)) == ranks
+            ]
             cause = f'these are the ranks along "{others[0]}"' if others else ""
             if len(ranks) == trial.num_ranks and not others:
                 cause = "these are all ranks of the world"

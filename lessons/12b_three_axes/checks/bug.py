@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from grader.checks import Trial, check, exercise
 from grader.checks import told as told_events
 
-from .meshes import meshes, meshes_on, place, told
+from .meshes import APART, Sizes, meshes, meshes_on, parts, place, told, which_mesh
 
 exercise(
     "weighed_loss",
@@ -44,21 +44,26 @@ def probe(rank: Any, cases: list) -> list[dict]:
 
 def observe(trial: Trial) -> SimpleNamespace:
     """Places along "data" count different numbers of targets; ranks with the same rows have the same."""
-    plans = meshes(trial)
+    plans = [*meshes(trial), *parts(trial)]
     drawn = []
     for sizes in plans:
         shares = []
-        for place_along in range(sizes["data"]):
+        for slot in range(sizes["data"] * sizes.get(APART, 1)):  # one mesh's places, then the next one's
             targets = trial.tokens(20, 2, 40)
-            targets[:, : 1 + 5 * place_along] = -1
+            targets[:, : 1 + 5 * slot] = -1
             targets[0, -trial.integer(1, 9) :] = -1
             shares.append((trial.normal(2, 40, 20, dtype=torch.float64), targets))
         drawn.append(shares)
     by_rank = [
-        ([(sizes, *shares[place(r, sizes)["data"]]) for sizes, shares in zip(plans, drawn, strict=True)],)
+        ([(sizes, *shares[slot_of(r, sizes)]) for sizes, shares in zip(plans, drawn, strict=True)],)
         for r in range(trial.num_ranks)
     ]
     return SimpleNamespace(plans=plans, drawn=drawn, results=trial.run(probe, per_rank=by_rank))
+
+
+def slot_of(rank: int, sizes: Sizes) -> int:
+    """Which of a mesh's drawn shares a rank has."""
+    return which_mesh(rank, sizes) * sizes["data"] + place(rank, sizes)["data"]
 
 
 def weighed(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
@@ -78,8 +83,13 @@ def by_weight(
     """
     sizes, shares = seen.plans[i], seen.drawn[i]
     counts = [int((targets >= least).sum()) for _, targets in shares]
-    own = [place(r, sizes)["data"] for r in range(n)]
-    return [weighed(*shares[p], weigh(counts, p, sizes)) for p in own]
+    d = sizes["data"]
+    own = [
+        (counts[first : first + d], slot_of(r, sizes))
+        for r in range(n)
+        for first in [which_mesh(r, sizes) * d]
+    ]
+    return [weighed(*shares[slot], weigh(mine, slot % d, sizes)) for mine, slot in own]
 
 
 def by_share(counts: list[int], p: int, sizes: dict[str, int]) -> float:
@@ -112,7 +122,7 @@ def others(n: int) -> dict[str, Any]:
 def require(trial: Trial, part: int, what: str, alone: bool) -> None:
     seen = trial.once(observe)
     for i, sizes in enumerate(seen.plans):
-        if alone != (sizes["data"] == trial.num_ranks):
+        if APART in sizes or alone != (sizes["data"] == trial.num_ranks):
             continue
         n = trial.num_ranks
         right = by_weight(seen, i, by_share, n)
@@ -146,6 +156,33 @@ def on_a_mesh_every_target_counts_once(trial: Trial) -> None:
 def gradients_are_weighed_alike(trial: Trial) -> None:
     """So is the gradient that flows back from it."""
     require(trial, 1, "the gradient", alone=False)
+
+
+@check("weighed_loss", world_sizes=(4, 2))
+def the_world_may_be_larger(trial: Trial) -> None:
+    """A mesh may have some of the world's ranks only: what the others have does not count."""
+    seen, n = trial.once(observe), trial.num_ranks
+    for i, sizes in enumerate(seen.plans):
+        if APART not in sizes:
+            continue
+        everywhere = sum(int((targets != -1).sum()) for _, targets in seen.drawn[i])
+        copies = n // len(seen.drawn[i])  # of each place's targets in the world
+        slips = {
+            "targets of ranks outside the mesh are counted: the default group has all ranks": (
+                lambda counts, p, sizes, total=everywhere * copies: counts[p] * sizes["data"] / total
+            ),
+            "it is weighed by the counts and the number of all ranks of the world": (
+                lambda counts, p, sizes, total=everywhere * copies: counts[p] * n / total
+            ),
+        }
+        trial.close(
+            f"the weighed loss in a world of {n} ranks, on a mesh of {told(sizes)}",
+            [result[i]["loss"] for result in seen.results],
+            [loss for loss, _ in by_weight(seen, i, by_share, n)],
+            {words: [loss for loss, _ in by_weight(seen, i, weigh, n)] for words, weigh in slips.items()},
+            help='Count along data: mesh.get_group("data").',
+            rtol=1e-5,
+        )
 
 
 @check("weighed_loss")

@@ -24,18 +24,30 @@ THREE = {
 }
 """Number of ranks → meshes with all three dimensions."""
 
+APART = "apart"
+"""Along it stand meshes side by side: each has some of the world's ranks only, and not the first ones."""
+
+PARTS: dict[int, list[Sizes]] = {
+    4: [{"data": 2, "context": 1, "tensor": 1, APART: 2}],
+    2: [{"data": 1, "context": 1, "tensor": 1, APART: 2}],
+    1: [],
+}
+"""Number of ranks → meshes that have some of them only."""
+
 
 def meshes_on(rank: Any, all_sizes: Sequence[Sizes]) -> list[DeviceMesh]:
     """On a rank: the meshes, all of them before one is used, equal ones once.
 
-    A rank that waits for others to make a mesh looks busy for as long as they hang in the mesh before.
+    A rank that waits for others to make a mesh looks busy for as long as they hang in the mesh before. Of
+    meshes that stand side by side, it gets its own.
     """
     made: dict[tuple, DeviceMesh] = {}
     for sizes in all_sizes:
         dims = tuple(sizes.items())
         if dims not in made:
             names, shape = zip(*dims, strict=True)
-            made[dims] = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
+            mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
+            made[dims] = mesh[tuple(name for name in names if name != APART)] if APART in names else mesh
     return [made[tuple(sizes.items())] for sizes in all_sizes]
 
 
@@ -59,9 +71,20 @@ def ranks_along(rank: int, sizes: Sizes, dim: str) -> tuple[int, ...]:
 
 def told(sizes: Sizes) -> str:
     """Such as "data 2 × context 1 × tensor 2"."""
-    return " × ".join(f"{dim} {size}" for dim, size in sizes.items())
+    dims = " × ".join(f"{dim} {size}" for dim, size in sizes.items() if dim != APART)
+    return f"{dims} (one of {sizes[APART]} side by side)" if APART in sizes else dims
 
 
 def meshes(trial: Trial) -> list[Sizes]:
     """Those of this number of ranks."""
     return THREE[trial.num_ranks]
+
+
+def parts(trial: Trial) -> list[Sizes]:
+    """Those that have some of the world's ranks only."""
+    return PARTS[trial.num_ranks]
+
+
+def which_mesh(rank: int, sizes: Sizes) -> int:
+    """Of meshes that stand side by side, the one that this rank is in."""
+    return place(rank, sizes).get(APART, 0)

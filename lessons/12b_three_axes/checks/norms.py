@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise
 from grader.checks import told as told_events
 
-from .meshes import Sizes, meshes, meshes_on, place, told
+from .meshes import APART, Sizes, meshes, meshes_on, parts, place, told, which_mesh
 
 exercise(
     "gradient_norm",
@@ -72,23 +72,81 @@ def probe(rank: Any, cases: list) -> list[dict]:
 
 
 def observe(trial: Trial) -> SimpleNamespace:
-    """Every mesh in float32, and the first in other dtypes; norms and shards of several sizes."""
+    """Every mesh in float32, and the first in other dtypes; norms and shards of several sizes.
+
+    Meshes that stand side by side have gradients of different models.
+    """
     plans = [(sizes, "float32") for sizes in meshes(trial)]
     plans += [(meshes(trial)[0], kind) for kind in KINDS if kind != "float32"]
+    plans += [(sizes, "float32") for sizes in parts(trial)]
     wholes = []
-    for _, kind in plans:
+    for sizes, kind in plans:
         scale = 300.0 if kind.startswith("float16") else 1.0
-        wholes.append({n: (scale * trial.normal(*s)).to(KINDS[kind]) for n, (s, _) in PARAMETERS.items()})
+        models = [
+            {n: (scale * trial.normal(*s)).to(KINDS[kind]) for n, (s, _) in PARAMETERS.items()}
+            for _ in range(sizes.get(APART, 1))
+        ]
+        wholes.append([models[which_mesh(rank, sizes)] for rank in range(trial.num_ranks)])
     by_rank = []
     for rank in range(trial.num_ranks):
         cases = []
         for (sizes, _), whole in zip(plans, wholes, strict=True):
-            own = {name: own_part(whole[name], cut, rank, sizes) for name, (_, cut) in PARAMETERS.items()}
+            own = {
+                name: own_part(whole[rank][name], cut, rank, sizes) for name, (_, cut) in PARAMETERS.items()
+            }
             present = {name: part for name, part in own.items() if part.numel()}
             cases.append((sizes, present, {name: list(cut) for name, (_, cut) in PARAMETERS.items()}))
         by_rank.append((cases,))
-    results = trial.run(probe, per_rank=by_rank)
+    try:
+        results = trial.run(probe, per_rank=by_rank)
+    except CheckEnded as end:
+        lacking = what_is_lacking(by_rank)
+        if end.verdict == Verdict.HUNG and lacking and returns_where_none_lacks(trial, by_rank):
+            end.cause, end.help = lacking, HAND_OVER_ZERO
+        raise
     return SimpleNamespace(plans=plans, wholes=wholes, by_rank=by_rank, results=results)
+
+
+HAND_OVER_ZERO = (
+    "Add up all squares of a rank first, and sum that: as many calls on every rank. Or let a rank that lacks "
+    "a gradient take part with 0."
+)
+
+
+def what_is_lacking(by_rank: list) -> str:
+    """Which rank lacks a gradient that others have, and what comes of it; "" where none does."""
+    for of_plan in zip(*(cases for (cases,) in by_rank), strict=True):
+        held = [set(gradients) for _, gradients, _ in of_plan]
+        for rank, names in enumerate(held):
+            lacking = sorted(set().union(*held) - names)
+            if lacking:
+                has = next(r for r, other in enumerate(held) if lacking[0] in other)
+                return (
+                    f'rank {rank} lacks a gradient, of "{lacking[0]}", that rank {has} has, and makes other '
+                    "calls than its peers. With the gradients that all ranks have, all of it returns"
+                )
+    return ""
+
+
+def returns_where_none_lacks(trial: Trial, by_rank: list) -> bool:
+    """Whether the ranks return where each has a part of every gradient."""
+    held_by_all = []
+    for of_plan in zip(*(cases for (cases,) in by_rank), strict=True):
+        held_by_all.append(set.intersection(*(set(gradients) for _, gradients, _ in of_plan)))
+    same = [
+        (
+            [
+                (sizes, {name: x for name, x in gradients.items() if name in names}, cut_along)
+                for (sizes, gradients, cut_along), names in zip(cases, held_by_all, strict=True)
+            ],
+        )
+        for (cases,) in by_rank
+    ]
+    try:
+        trial.run(probe, per_rank=same)
+    except CheckEnded:
+        return False
+    return True
 
 
 def root(squares: Any) -> Tensor:
@@ -96,8 +154,8 @@ def root(squares: Any) -> Tensor:
 
 
 def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
-    """Cause → the norm that it leads to, by rank."""
-    (sizes, _), whole = seen.plans[i], seen.wholes[i]
+    """Cause → the norm that it leads to, by rank, on a mesh that is the whole world."""
+    (sizes, _), whole = seen.plans[i], seen.wholes[i][0]
     squares = {name: x.double().square().sum() for name, x in whole.items()}
     local = [
         sum(gradient.double().square().sum() for gradient in cases[i][1].values())
@@ -129,12 +187,17 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
     return known
 
 
+def norms_of(whole: list[dict[str, Tensor]]) -> list[Tensor]:
+    """The norm of the gradient that each rank has a part of."""
+    return [root(sum(x.double().square().sum() for x in own.values())) for own in whole]
+
+
 def require_norm(trial: Trial, kinds: tuple[str, ...], help: str) -> None:
     seen = trial.once(observe)
     for i, (sizes, kind) in enumerate(seen.plans):
-        if kind not in kinds:
+        if kind not in kinds or APART in sizes:
             continue
-        right = root(sum(x.double().square().sum() for x in seen.wholes[i].values()))
+        right = norms_of(seen.wholes[i])[0]
         right_slips = {
             cause: value
             for cause, value in slips(seen, i, trial.num_ranks).items()
@@ -162,6 +225,35 @@ def every_number_counts_once(trial: Trial) -> None:
 def squares_are_added_up_in_float32(trial: Trial) -> None:
     """Gradients of float64, and of float16 whose squares float16 can not hold, have the right norm too."""
     require_norm(trial, tuple(KINDS), "gradient.float() before it is squared, or wider.")
+
+
+@check("gradient_norm", world_sizes=(4, 2))
+def the_world_may_be_larger(trial: Trial) -> None:
+    """A mesh may have some of the world's ranks only: what the others have does not count."""
+    seen = trial.once(observe)
+    for i, (sizes, _) in enumerate(seen.plans):
+        if APART not in sizes:
+            continue
+        right = norms_of(seen.wholes[i])
+        everywhere = root(sum(norm.square() for norm in right) * sizes[APART] / trial.num_ranks)
+        trial.close(
+            f"the norm in a world of {trial.num_ranks} ranks, on a mesh of {told(sizes)}",
+            [result[i]["norm"] for result in seen.results],
+            right,
+            {
+                "gradients of ranks outside the mesh are in it: the default group has all ranks": everywhere,
+                "copies are counted on all ranks of the world, and the mesh has fewer": Fault(
+                    [norm / sizes[APART] ** 0.5 for norm in right],
+                    "Multiply the sizes of the mesh's own dimensions: mesh.size(i), and no world size.",
+                ),
+                "squares and copies are those of all ranks of the world, and the mesh has fewer": Fault(
+                    everywhere / sizes[APART] ** 0.5,
+                    "Sum along each dimension of the mesh, and count copies by the sizes of these.",
+                ),
+            },
+            help="Sum along each dimension of the mesh: mesh.get_group(dim).",
+            rtol=1e-5,
+        )
 
 
 @check("gradient_norm")

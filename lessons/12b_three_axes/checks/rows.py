@@ -9,7 +9,7 @@ from torch import Tensor
 from grader.checks import Trial, check, exercise
 from grader.checks import told as told_events
 
-from .meshes import Sizes, meshes, meshes_on, place, ranks_along, told
+from .meshes import APART, Sizes, meshes, meshes_on, parts, place, ranks_along, told
 
 exercise(
     "rows_of",
@@ -43,8 +43,9 @@ def observe(trial: Trial) -> SimpleNamespace:
     rows = [8, 4 * trial.integer(1, 2) + 3, 13, 1]
     batches = [10 * torch.arange(b).unsqueeze(1) + torch.arange(3) for b in rows]
     batches[2] = torch.stack([batches[2], batches[2] + 3], dim=-1)  # (b, 3, 2)
-    results = trial.run(probe, meshes(trial), batches)
-    return SimpleNamespace(batches=batches, rows=rows, results=results)
+    plans = [*meshes(trial), *parts(trial)]
+    results = trial.run(probe, plans, batches)
+    return SimpleNamespace(plans=plans, batches=batches, rows=rows, results=results)
 
 
 def rows_in(share: Tensor | None, batch: Tensor) -> list[int] | None:
@@ -56,12 +57,13 @@ def rows_in(share: Tensor | None, batch: Tensor) -> list[int] | None:
     return numbers if whole else None
 
 
-def found(trial: Trial) -> list[tuple[Sizes, int, list[list[int] | None]]]:
-    """Mesh, number of the batch, and the rows by rank."""
+def found(trial: Trial, apart: bool = False) -> list[tuple[Sizes, int, list[list[int] | None]]]:
+    """Mesh, number of the batch, and the rows by rank; with `apart`, of meshes that are not the world."""
     seen = trial.once(observe)
     return [
         (sizes, i, [rows_in(result[m]["shares"][i], batch) for result in seen.results])
-        for m, sizes in enumerate(meshes(trial))
+        for m, sizes in enumerate(seen.plans)
+        if apart == (APART in sizes)
         for i, batch in enumerate(seen.batches)
     ]
 
@@ -117,6 +119,29 @@ def together_they_are_the_batch(trial: Trial) -> None:
                 max(lengths) - min(lengths) <= 1,
                 f"shares of {lengths} rows differ by more than one ({told(sizes)})",
                 help="tensor_split deals out what does not divide a row at a time.",
+            )
+
+
+@check("rows_of", world_sizes=(4, 2))
+def the_world_may_be_larger(trial: Trial) -> None:
+    """A mesh may have some of the world's ranks only: these alone share the batch."""
+    seen = trial.once(observe)
+    cases = found(trial, apart=True)
+    n = trial.num_ranks
+    by_all = all(
+        by_rank == [share.tolist() for share in torch.arange(seen.rows[i]).tensor_split(n)]
+        for _, i, by_rank in cases
+    )
+    for sizes, i, by_rank in cases:
+        for rank in range(n):
+            members = ranks_along(rank, sizes, "data")
+            shares = [by_rank[other] for other in members]
+            trial.require(
+                sorted(row for share in shares for row in share or ()) == list(range(seen.rows[i])),
+                f"in a world of {n} ranks, a mesh of {told(sizes)} has the ranks {list(members)}, and these "
+                f"have rows {shares} of {seen.rows[i]}",
+                cause="the batch is cut over all ranks of the world" if by_all else "",
+                help="Ask the mesh for the place along data: ranks of the world lie elsewhere in it.",
             )
 
 
