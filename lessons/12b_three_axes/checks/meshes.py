@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from grader.checks import Trial
 
@@ -36,19 +37,18 @@ PARTS: dict[int, list[Sizes]] = {
 
 
 def meshes_on(rank: Any, all_sizes: Sequence[Sizes]) -> list[DeviceMesh]:
-    """On a rank: the meshes, all of them before one is used, equal ones once.
+    """On a rank: the meshes, all of them before one is used.
 
     A rank that waits for others to make a mesh looks busy for as long as they hang in the mesh before. Of
     meshes that stand side by side, it gets its own.
     """
-    made: dict[tuple, DeviceMesh] = {}
-    for sizes in all_sizes:
-        dims = tuple(sizes.items())
-        if dims not in made:
-            names, shape = zip(*dims, strict=True)
-            mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
-            made[dims] = mesh[tuple(name for name in names if name != APART)] if APART in names else mesh
-    return [made[tuple(sizes.items())] for sizes in all_sizes]
+    return [mesh_on(rank, sizes) for sizes in all_sizes]
+
+
+def mesh_on(rank: Any, sizes: Sizes) -> DeviceMesh:
+    names, shape = zip(*sizes.items(), strict=True)
+    mesh = rank.mesh(torch.arange(math.prod(shape)).view(shape).tolist(), names)
+    return mesh[tuple(name for name in names if name != APART)] if APART in names else mesh
 
 
 def place(rank: int, sizes: Sizes) -> Sizes:
