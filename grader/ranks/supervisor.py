@@ -34,6 +34,7 @@ from nanogpt.turns import keep_to_one_core
 TICK_SECONDS = 0.03
 TREE_SECONDS = 0.5
 GRACE_SECONDS = 0.25
+WORDS_SECONDS = 1.0
 LEAST_CPU = 0.015
 """Seconds of the processor's time that show that somebody computes."""
 WAITING_CPU = 0.02
@@ -341,7 +342,7 @@ class _Run:
         if self.ended in ("timeout", "idle", "trouble"):
             for rank in asked:
                 os.kill(rank.pid, signal.SIGUSR1)
-            time.sleep(0.1 if asked else 0)
+            _wait_for_words(asked)
             self._listen()
         for rank in self.ranks:
             rank.dump.seek(0)
@@ -381,6 +382,14 @@ class _Run:
         for rank in self.ranks:
             send_frame(self.judge, b"R", rank.record)
             send_frame(self.judge, b"E", rank.log.contents())
+
+
+def _wait_for_words(asked: list[_Rank]) -> None:
+    """Until every rank has written where it stands: a moment, or a little longer on a busy machine."""
+    time.sleep(0.1 if asked else 0)
+    latest = time.monotonic() + WORDS_SECONDS
+    while time.monotonic() < latest and any(os.fstat(r.dump.fileno()).st_size == 0 for r in asked):
+        time.sleep(0.02)
 
 
 def _become_rank(connection: socket.socket, output: int, dump: BinaryIO) -> None:
