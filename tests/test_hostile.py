@@ -16,6 +16,7 @@ import pytest
 
 from grader.beside.tampering import RefusedError, _hook
 from grader.judging.judge import Settings, grade_submission
+from grader.judging.submission import read_submission
 from grader.judging.verdicts import Verdict
 from grader.ranks import plain
 from grader.ranks.event_log import MAX_EVENT
@@ -411,3 +412,10 @@ def test_the_last_line_says_what_a_score_is_worth(tmp_path: Path, launcher: Laun
     assert summary([report], Isolation("off")) == f"{opened})"
     assert summary([report], Isolation("auto", why_open="it is raining")) == f"{opened}: it is raining)"
     assert summary([report], Isolation("on")) == "1 of 1 exercises passed (isolated run)"
+
+
+def test_a_long_chain_of_elif_is_read(tmp_path: Path) -> None:
+    chain = "".join(f"    elif x == {i}:\n        x = {i}\n" for i in range(1500))
+    path = tmp_path / "chain.py"
+    path.write_text(f"def f(x):\n    if x:\n        from solutions.fsdp import FullySharded\n{chain}")
+    assert read_submission(path).borrowed == {"FullySharded"}

@@ -131,11 +131,13 @@ def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted
 
 
 def _statements(body: list[Any]) -> Iterator[ast.AST]:
-    """All statements, however deep: of a tree's nodes a tenth."""
-    for node in body:
+    """All statements, however deep: of a tree's nodes a tenth. A chain of elif lies as deep as it is long."""
+    left = list(body)
+    while left:
+        node = left.pop()
         yield node
         for part in ("body", "orelse", "finalbody", "handlers", "cases"):
-            yield from _statements(getattr(node, part, []))
+            left += getattr(node, part, [])
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:

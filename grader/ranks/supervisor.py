@@ -35,6 +35,7 @@ TICK_SECONDS = 0.03
 TREE_SECONDS = 0.5
 GRACE_SECONDS = 0.25
 WORDS_SECONDS = 1.0
+"""That a rank may take, beyond a tenth, to write where it stands."""
 LEAST_CPU = 0.015
 """Seconds of the processor's time that show that somebody computes."""
 WAITING_CPU = 0.02
