@@ -1,6 +1,6 @@
 """All that a lesson's checks import: to declare, to try, to compare, to explain, and to measure on a rank."""
 
-from grader.beside.measure import kept_for_backward, storage_bytes, tensors_in
+from grader.beside.measure import kept_for_backward, settle, storage_bytes, tensors_in
 from grader.judging.aids import (
     BACKWARD,
     backward,
@@ -56,6 +56,7 @@ __all__ = [
     "require_refusal",
     "require_whole_numbers",
     "row_order",
+    "settle",
     "show",
     "stand_alone",
     "storage_bytes",

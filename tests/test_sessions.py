@@ -135,3 +135,23 @@ def test_what_is_wrong_on_ranks_that_had_worked_must_be_wrong_on_fresh_ones(
     code = Code(cells=(("cell 1", source),))
     report = grade_exercise(exercise, "00", code, launcher, Settings(limits=LIMITS), lambda file, line: "")
     assert [check.verdict for check in report.checks] == [Verdict.PASSED, verdict]
+
+
+@pytest.mark.parametrize(("observed", "verdict"), [(True, Verdict.PASSED), (False, Verdict.WRONG)])
+def test_what_was_seen_of_fresh_ranks_is_looked_at_twice_and_their_numbers_once(
+    launcher: Launcher, observed: bool, verdict: Verdict
+) -> None:
+    looks = []
+
+    def on_time_the_second_time(trial: Trial) -> None:
+        trial.run(lambda rank: None)
+        looks.append(trial.reused)
+        if observed:
+            trial.require(len(looks) == 2, "it answers late")
+        trial.equal("the number of looks", len(looks), 2)
+
+    checks = [Check("punctual", "made_up", "", on_time_the_second_time, list)]
+    exercise = Exercise("made_up", (2,), False, (), False, True, (), checks)
+    settings = Settings(limits=LIMITS)
+    report = grade_exercise(exercise, "00", COUNTING, launcher, settings, lambda file, line: "")
+    assert (report.verdict, looks) == (verdict, [False] * (1 + observed))

@@ -1,5 +1,9 @@
 """What a rank holds: bytes of weights, gradients, optimizer state and activations, by distinct storages."""
 
+import gc
+import os
+import threading
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -7,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+
+MOMENT, AT_MOST = 0.02, 1.0
+"""Seconds that the threads which carry messages are given, and how long one that has work is waited for."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -45,6 +52,32 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def settle() -> None:
+    """Let go of what nobody holds: cycles, and tensors of messages that gloo's threads have just ended."""
+    gc.collect()
+    time.sleep(MOMENT)
+    latest = time.monotonic() + AT_MOST
+    while _others_run() and time.monotonic() < latest:
+        time.sleep(MOMENT / 4)
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process has work: on a busy machine it may wait for a core."""
+    own = str(threading.get_native_id())
+    try:
+        return any(_state(thread) == "R" for thread in os.listdir("/proc/self/task") if thread != own)
+    except OSError:  # a system without /proc; there the moment has to be enough
+        return False
+
+
+def _state(thread: str) -> str:
+    try:
+        with open(f"/proc/self/task/{thread}/stat") as file:
+            return file.read().rpartition(") ")[2][:1]
+    except FileNotFoundError:  # it has just ended
+        return ""
 
 
 def weight_bytes(module: nn.Module) -> int:

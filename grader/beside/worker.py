@@ -18,6 +18,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from json import dumps
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,9 @@ from grader.ranks import plain
 from grader.ranks.event_log import EventLog
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.recording import Event
+
+PIECE = 0.1
+"""Seconds of waiting for a note after which a rank looks again."""
 
 
 class Rank:
@@ -79,13 +83,19 @@ class Rank:
         dist.distributed_c10d._get_default_store().set(f"run {self._run}: {note}", "")
 
     def hears(self, notes: Sequence[str], seconds: float) -> bool:
-        """Whether all these notes are left within so many seconds, or have been."""
+        """Whether all these notes are left within so many seconds, or have been.
+
+        The time is looked at in pieces: while a machine stands still, and who would leave the notes with it,
+        one piece goes by at most.
+        """
         store = dist.distributed_c10d._get_default_store()
-        try:
-            store.wait([f"run {self._run}: {note}" for note in notes], timedelta(seconds=seconds))
-        except RuntimeError:  # the time is over
-            return False
-        return True
+        for _ in range(ceil(seconds / PIECE)):
+            try:
+                store.wait([f"run {self._run}: {note}" for note in notes], timedelta(seconds=PIECE))
+                return True
+            except RuntimeError:  # this piece is over
+                continue
+        return False
 
     def seed(self, number: int) -> None:
         """Seed torch's random numbers."""

@@ -405,7 +405,7 @@ class Trial:
     ) -> NoReturn:
         """End the check: wrong. `help` is the next step after what the message says, `asked` what holds."""
         message = message if rank is None else f"rank {rank}: {message}"
-        raise CheckEnded(Verdict.WRONG, message, cause, help, asked=asked)
+        raise CheckEnded(Verdict.WRONG, message, cause, help, asked=asked, observed=True)
 
     def _by_rank(self, actual: Any, expected: Any) -> tuple[list[Any], list[Tensor]]:
         many = isinstance(actual, list | tuple)

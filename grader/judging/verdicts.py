@@ -32,6 +32,7 @@ class CheckEnded(Exception):
         help: the next step: it follows from the cause, or from what the message says.
         asked: what the check asks for, where nothing says which step is the next.
         sure: whether more ranks would tell nothing more of the cause.
+        observed: whether it is of what was seen beside the numbers: bytes alive, messages, waiting.
         details: lines such as where every rank stood.
     """
 
@@ -44,6 +45,7 @@ class CheckEnded(Exception):
         details: tuple[str, ...] = (),
         asked: str = "",
         sure: bool = True,
+        observed: bool = False,
     ) -> None:
         super().__init__(message)
         self.verdict = verdict
@@ -52,6 +54,7 @@ class CheckEnded(Exception):
         self.help = help
         self.asked = asked
         self.sure = sure
+        self.observed = observed
         self.details = tuple(map(readable, details))
 
 

@@ -1,6 +1,5 @@
 """What the page measures on ranks: bytes alive, elements sent, a step in time, norms of gradients."""
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from grader import run_ranks
+from grader.beside.measure import settle
 from lessons.page.hidden import GIGABIT
 from lessons.page.tap import Tap
 from lessons.page.watch import Watch
@@ -19,12 +19,6 @@ from nanogpt.model import GPT, GPTConfig
 WAYS = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 DEEP = GPTConfig(block_size=64, vocab_size=512, n_layer=12, n_head=4, n_embd=128, bias=False)
 """A deeper model, with a small table."""
-
-
-def settle() -> None:
-    """Let go of what nobody needs: threads that carried messages take a moment."""
-    gc.collect()
-    time.sleep(0.05)
 
 
 def held_by_data_parallel(config: GPTConfig, tokens: Tokens) -> dict[str, tuple[float, float]]:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD
 
-from grader.checks import CheckEnded, Trial, Verdict, check, exercise
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise, settle
 
-from .models import DEEP, build, bytes_of, deep_gpt, draw, local, odd_gpt, settle
+from .models import DEEP, build, bytes_of, deep_gpt, draw, local, odd_gpt
 from .training import PASSES, expected_weights, require_weights, train
 from .wire import SMALL, padded_bytes
 

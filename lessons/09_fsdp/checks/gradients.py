@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import Trial, check, exercise, is_close
+from grader.checks import Trial, check, exercise, is_close, settle
 
-from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw, settle, weights
+from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw, weights
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
 from .training import PASSES, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled

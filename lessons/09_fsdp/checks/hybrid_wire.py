@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import Event, Recording, Trial, check
+from grader.checks import Event, Recording, Trial, check, settle
 
 from .meshes import Machines, arrangements, groups_of, hybrid, run, told
-from .models import SHORT, build, bytes_of, local, settle, short_gpt
+from .models import SHORT, build, bytes_of, local, short_gpt
 from .wire import SMALL, padded_bytes
 
 SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}

@@ -1,7 +1,5 @@
 """The models that the checks train, built alike on the ranks and on the judge's side."""
 
-import gc
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -112,12 +110,6 @@ def bytes_of(model: nn.Module) -> int:
 def local(tensor: Tensor) -> Tensor:
     """What a rank has of a tensor, which may be a DTensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def settle() -> None:
-    """Let go of what nobody holds: cycles, and tensors of collectives that gloo's threads have just ended."""
-    gc.collect()
-    time.sleep(0.02)
 
 
 def seeds(trial: Trial) -> list[int]:

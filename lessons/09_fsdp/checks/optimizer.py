@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from grader.checks import Trial, check, exercise, storage_bytes, tensors_in
+from grader.checks import Trial, check, exercise, settle, storage_bytes, tensors_in
 
-from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, bytes_of, draw, settle, weights
+from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, bytes_of, draw, weights
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
 from .training import KINDS, PASSES, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled

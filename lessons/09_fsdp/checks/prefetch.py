@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check
+from grader.checks import Trial, check, settle
 
 from .fully_sharded import full, plain, require_end
-from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds, settle
+from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds
 from .residency import watch
 from .runs import run
 from .training import train

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from grader.checks import Trial, check
+from grader.checks import Trial, check, settle
 
-from .models import DEEP, build, bytes_of, deep_gpt, local, settle
+from .models import DEEP, build, bytes_of, deep_gpt, local
 from .runs import run
 from .wire import SMALL, padded_bytes, require_travelled, travelled
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check, exercise, is_close
+from grader.checks import Fault, Trial, check, exercise, is_close, settle
 
-from .models import build, settle
+from .models import build
 from .runs import run
 from .units import (
     GATHERS,

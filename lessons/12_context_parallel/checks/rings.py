@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, is_close
+from grader.checks import Trial, is_close, settle
 
 from .ring_slips import by_parts, last_terms, wrong_formulas, wrong_journeys, wrong_outputs
 from .shared import (
@@ -20,7 +20,6 @@ from .shared import (
     neighbours_only,
     nothing_is_long,
     plain_positions,
-    settle,
     went,
     zigzag_positions,
 )

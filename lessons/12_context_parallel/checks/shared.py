@@ -1,8 +1,6 @@
 """What the checks of this lesson share: plain attention, who has which positions, messages round a ring."""
 
-import gc
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -108,12 +106,6 @@ class Watch(TorchDispatchMode):
             if not self.long and is_long(tensor, self.length, self.dims):
                 self.long = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
         return result
-
-
-def settle() -> None:
-    """Let go of what nobody holds: cycles, and tensors of messages that gloo's threads have just ended."""
-    gc.collect()
-    time.sleep(0.02)
 
 
 def is_long(tensor: Tensor, length: int, dims: int) -> bool:
