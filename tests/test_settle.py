@@ -1,4 +1,4 @@
-"""Before bytes alive are counted, the threads that carry messages have let go, however busy the machine is."""
+"""Before bytes alive are counted, threads that carry messages have let go, however busy the machine is."""
 
 import sys
 import threading
