@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from grader.judging.course import find_exercise
 from grader.judging.judge import Settings, grade_submission
+from grader.judging.trial import Layout, Trial
 from grader.judging.verdicts import CheckReport, ExerciseReport, Verdict, combine
 from grader.ranks.isolation import Isolation
-from grader.ranks.launcher import Launcher, Limits
+from grader.ranks.launcher import Code, Launcher, Limits
 from grader.work import find_work
 from tests.attempts import BACKWARD, CORRECT, FORWARD, MECHANISM, grade, look, twisted
 
@@ -314,3 +316,14 @@ def test_an_exercises_verdict_is_that_of_the_check_that_is_told() -> None:
     assert verdict(wrong, crashed, Verdict.GRADER_ERROR) == Verdict.GRADER_ERROR
     assert verdict(wrong, Verdict.REFUSED) == Verdict.REFUSED
     assert verdict(good, Verdict.SKIPPED) == good
+
+
+def test_documents_leave_more_to_compare_than_rounding() -> None:
+    """Where every token is a document of its own, the gradients of q and k are zero but for rounding."""
+    _, exercise = find_exercise("document_attention")
+    observe = exercise.checks[0].function.__globals__["observe"]
+    for seed in range(300):
+        trial = Trial(Layout(1, 1), Code(), Launcher(), seed, lambda *_: "", Limits(), "cpu", True)
+        trial.run = lambda *_, **__: []
+        documents = observe(trial).documents
+        assert all(len(set(row.tolist())) < len(row) for row in documents), f"seed {seed}: {documents}"
