@@ -142,3 +142,12 @@ def test_another_dtype_is_told() -> None:
     difference = compare("x", [E4[0].double()], [E4[0]])
     assert difference is not None and "torch.float64 where torch.float32" in difference.message
     assert compare("x", [E4[0]], [E4[0].double()]) is None
+
+
+def test_rounding_of_numbers_that_cancel_is_no_error() -> None:
+    terms = torch.randn(6, 100_000, generator=torch.Generator().manual_seed(0))
+    exact = terms.double().sum(0)
+    for order in (range(6), range(5, -1, -1), (3, 0, 5, 1, 4, 2)):
+        total = sum(terms[i] for i in order)
+        assert all(is_close(total[i], exact[i]) for i in exact.abs().argsort()[:1000].tolist())
+    assert not is_close(torch.tensor(1e-5), torch.tensor(2e-5))

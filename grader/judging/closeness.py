@@ -8,6 +8,12 @@ from torch import Tensor
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest error that the order of a sum explains, as a fraction of the largest expected element."""
 
+LEAST = 0.03
+"""What is smaller is compared as if it were this large: a thirtieth of it in float64, where nothing is zero.
+
+Numbers of ordinary size may cancel. Rounding is then that of the terms, and not of what is left of them.
+"""
+
 FROM_PLAIN = 8
 """How many times as far off as the plainest computation in the same dtype another one may be."""
 
@@ -51,10 +57,10 @@ def error_used(
         return 0.0
     if not torch.isfinite(expected).all():
         return math.inf
-    relative = tolerance(actual, expected, rtol)
+    relative, exact = tolerance(actual, expected, rtol), actual.dtype == torch.float64
     expected = expected.double()
     largest = expected.abs().max().item()
-    allowed = relative * (max(largest, 1e-3) if largest else 0.03)
+    allowed = relative * max(largest, LEAST / 30 if exact and largest else LEAST)
     if plain is not None:
         allowed += FROM_PLAIN * (plain.double() - expected).nan_to_num(0.0).abs().max().item()
     error = (actual.double() - expected).abs().max().item()
