@@ -47,6 +47,7 @@ def main() -> None:
         if not is_ready(python, over_active):
             with alone(lock_of(python)):
                 if not is_ready(python, over_active):  # whom this one waited for may have made it
+                    tell_other_clone(stamp_of(python))
                     make(python)
                     stamp_of(python).write_text(fingerprint())
     except PermissionError as error:
@@ -186,6 +187,16 @@ def fingerprint() -> str:
     """What an environment is made from; it also differs between two clones that share one."""
     sources = f"{packages.project()} {packages.CONSTRAINTS.read_text()} {Path(__file__).read_text()}"
     return f"{hashlib.sha256(sources.encode()).hexdigest()} {ROOT}\n"
+
+
+def tell_other_clone(stamp: Path) -> None:
+    """Say that another clone shares this environment: it runs the grader of one of them at a time."""
+    former = stamp.read_text().partition(" ")[2].strip() if stamp.exists() else ""
+    if former not in ("", str(ROOT)) and Path(former).is_dir():
+        say(
+            f"{stamp.parent} was set up for {former}. From now on its grader and lessons are those of {ROOT}; "
+            f"`make lab` in {former} takes it back"
+        )
 
 
 def is_ready(python: Path, over_active: bool) -> bool:

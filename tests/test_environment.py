@@ -116,6 +116,18 @@ def test_the_stamp_notices_another_pin_and_another_clone(
     assert len({first, second, environment.fingerprint()}) == 3
 
 
+def test_who_shares_an_environment_with_another_clone_is_told_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stamp = tmp_path / environment.STAMP
+    environment.tell_other_clone(stamp)
+    for former, told in ((ROOT, False), (tmp_path / "deleted since", False), (tmp_path, True)):
+        stamp.write_text(f"0123abcd {former}\n")
+        environment.tell_other_clone(stamp)
+        said = " ".join(capfd.readouterr().err.split())
+        assert (f"was set up for {former}. From now on" in said) == told
+
+
 def test_a_second_set_up_waits_for_the_first_and_one_that_died_holds_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

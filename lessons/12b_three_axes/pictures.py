@@ -15,9 +15,9 @@ WHAT = {"data": "rows", "context": "tokens", "tensor": "heads"}
 
 def draw_mesh() -> None:
     """Eight ranks as 2 × 2 × 2: who differs from whom, and in what."""
-    _, axes = figure(figsize=(9, 4))
+    _, axes = figure(figsize=(8, 4.6))
     spot = {
-        4 * d + 2 * c + t: (5.2 * d + 2.1 * t + 0.5 * d, -1.7 * c - 0.55 * d)
+        4 * d + 2 * c + t: (4.6 * t + 1.9 * d, 1.05 * d - 2.6 * c)
         for d in (0, 1)
         for c in (0, 1)
         for t in (0, 1)
@@ -26,8 +26,7 @@ def draw_mesh() -> None:
         for rank, (x, y) in spot.items():
             if not rank // step % 2:
                 u, v = spot[rank + step]
-                bend = "arc3,rad=-0.18" if axis == "data" else "arc3"
-                style = {"arrowstyle": "-", "color": AXES[axis], "lw": 3, "connectionstyle": bend}
+                style = {"arrowstyle": "-", "color": AXES[axis], "lw": 3}
                 axes.annotate("", (u, v), (x, y), arrowprops=style, zorder=1)
     for rank, (x, y) in spot.items():
         place = {"data": rank // 4, "context": rank // 2 % 2, "tensor": rank % 2}
@@ -42,7 +41,7 @@ def draw_mesh() -> None:
     }
     handles = [plt.Line2D([], [], color=AXES[axis], lw=3) for axis in told]
     axes.legend(handles, told.values(), loc="upper center", ncols=3, bbox_to_anchor=(0.5, 0.06))
-    axes.set(xlim=(-0.8, 8.6), ylim=(-3.3, 1.1), aspect="equal")
+    axes.set(xlim=(-0.8, 7.3), ylim=(-3.7, 1.75), aspect="equal")
     axes.axis("off")
     plt.show()
 
@@ -58,7 +57,7 @@ def draw_axes(predict: Callable, assemble: Callable, techniques: Mapping, sharde
     }
     found = measures.bytes_by_way(predict, assemble, ways)
     _, panel = figure(figsize=(8.5, 3.6))
-    print(f"{'':18} axis      predicted MB   recorded MB   more than predicted")
+    print(f"{'':18} axis      predicted MB   recorded MB   recorded beside predicted")
     for i, (told, (predicted, recorded)) in enumerate(found.items()):
         for j, (name, each) in enumerate((("predicted", predicted), ("recorded", recorded))):
             left = 0.0
@@ -69,7 +68,7 @@ def draw_axes(predict: Callable, assemble: Callable, techniques: Mapping, sharde
         for axis in AXES:
             if predicted[axis]:
                 more = recorded[axis] / predicted[axis] - 1
-                numbers = f"{predicted[axis] / 1e6:12.3f} {recorded[axis] / 1e6:13.3f} {more:+17.1%}"
+                numbers = f"{predicted[axis] / 1e6:12.3f} {recorded[axis] / 1e6:13.3f} {more:+23.1%}"
                 print(f"{told:18} {axis:8} {numbers}")
     panel.set(
         yticks=[i + 0.19 for i in range(len(found))],
@@ -115,8 +114,8 @@ def show_norms(norm: Callable, assemble: Callable, techniques: Mapping, sharded:
 
 def draw_orders(predict: Callable, along: Callable) -> None:
     """Milliseconds on the wire of a step, for each order of the axes."""
-    _, panel = figure(figsize=(8.5, 3.2))
     found = answers.orders(predict, along)
+    _, panel = figure(figsize=(8.5, 3.2))
     for i, (order, _) in enumerate(found):
         left = 0.0
         for axis, (seconds, leaves) in answers.seconds_by_axis(order, predict, along).items():
@@ -125,6 +124,7 @@ def draw_orders(predict: Callable, along: Callable) -> None:
             left += 1e3 * seconds
         panel.text(left, i, f"  {left:,.0f} ms", va="center", fontsize=9)
     panel.set(yticks=range(len(found)), yticklabels=[" × ".join(order) for order, _ in found])
+    panel.set(ylabel="outermost × … × innermost")
     panel.set(
         xlabel="milliseconds on the wire, one axis after the other", xlim=(0, 1.14 * 1e3 * found[-1][1])
     )

@@ -30,7 +30,8 @@ def truth(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False, 
     stream = 4 * tokens * h
     table = config.vocab_size * h
     cut = 12 * layers * h**2 + table
-    whole = (config.block_size + 2 * layers + 1) * h
+    norms = slip.get("norms", 2 * layers + 1)
+    whole = (config.block_size / slip.get("positions", 1) + norms) * h
     extra = table * slip.get("tables", 0) / t + table * (1 - 1 / t) * slip.get("whole_table", 0)
     held = 4 * (cut / slip.get("cut", t) + whole / slip.get("whole", 1) + extra)
     sums = slip.get("sums", 4 * layers + 2)
@@ -58,10 +59,15 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
         "the stream is not cut by the tokens: a rank has s/c of them": {"tokens": 1},
         "a rank's parameters are not cut: of matrices and table it has 1/t": {"cut": 1},
         "positions and norms are cut, too: every rank has them whole": {"whole": t},
+        "positions are cut: every rank has them whole": {"positions": t},
+        "the last norm's weight is missing: 2L + 1 norms": {"norms": 2 * layers},
         "keys and values have all heads: a rank has h/t of each": {"heads": 1},
         "the gradients' all-reduce is missing along context": {"summed": 0},
         "in the backward the gradients of keys and values travel, too: 6(c-1) blocks and not 4(c-1)": {
             "blocks": 4 * (c - 1)
+        },
+        "the ring goes round three times: k and v in forward, again in backward, and their gradients": {
+            "blocks": 2 * (c - 1)
         },
         "each hop carries keys and values: two blocks": {"blocks": 3 * (c - 1)},
         "the two ends are missing: 4 sums a layer, and 2 more": {"sums": 4 * layers},
@@ -146,7 +152,12 @@ def tensor_axis_carries_the_stream(trial: Trial) -> None:
 @check("bytes_by_axis")
 def context_axis_carries_keys_values_and_gradients(trial: Trial) -> None:
     """Along context go 6(c-1) blocks a layer, of a rank's own heads, and an all-reduce of its gradients."""
-    require(trial, "context", lambda *_: True, "A block is 4 · b/d · s/c · h/t bytes.")
+    require(
+        trial,
+        "context",
+        lambda *_: True,
+        "6(c-1) blocks of 4 · b/d · s/c · h/t bytes a layer, and 2(c-1)/c · 4 bytes of a rank's parameters.",
+    )
 
 
 @check("bytes_by_axis")

@@ -134,7 +134,7 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
             [result[i]["gradient" if part else "loss"] for result in seen.results],
             [each[part] for each in right],
             slips if n > 1 else {},
-            help="loss · counted · d / counted by all places along data",
+            help="Which ranks does the sum count, and over which does the mean go? They have to be the same.",
             rtol=1e-5,  # counts may be divided in float32
         )
 

@@ -1,5 +1,6 @@
 """Checks of `gradient_norm`: parts are added up, and copies count once."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,10 +158,11 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
     """Cause → the norm that it leads to, by rank, on a mesh that is the whole world."""
     (sizes, _), whole = seen.plans[i], seen.wholes[i][0]
     squares = {name: x.double().square().sum() for name, x in whole.items()}
-    local = [
-        sum(gradient.double().square().sum() for gradient in cases[i][1].values())
+    own_squares = [
+        {name: gradient.double().square().sum() for name, gradient in cases[i][1].items()}
         for (cases,) in seen.by_rank
     ]
+    local = [sum(squares.values()) for squares in own_squares]
 
     def group_sum(rank: int, dims: tuple[str, ...]) -> Tensor:
         own = place(rank, sizes)
@@ -170,7 +172,13 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
     every = range(num_ranks)
     known: dict[str, Any] = {
         "what several ranks have counts once for each of them": root(sum(local)),
-        "it is that of this rank's own numbers": [root(x) for x in local],
+        "it is that of this rank's own numbers": Fault(
+            [root(x) for x in local], "Sum the squares over the dimensions along which a parameter is cut."
+        ),
+        "it is summed along the dimensions where ranks have copies, and not along those that cut": Fault(
+            [root(sum(copies_of(name, sizes) * x for name, x in own.items())) for own in own_squares],
+            "Ranks that differ along a dimension in `cut_along` have different parts: sum over these.",
+        ),
         "ranks' norms are added up, where their squares belong": sum(root(x) for x in local),
         "norms are added up, where their squares belong": sum(
             root(part.double().square().sum())
@@ -185,6 +193,11 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
         if sizes[dim] > 1:
             known[f'all of it is summed along "{dim}" alone'] = [root(group_sum(r, (dim,))) for r in every]
     return known
+
+
+def copies_of(name: str, sizes: Sizes) -> int:
+    """How many ranks of a mesh have the same part of a parameter's gradient."""
+    return math.prod(size for dim, size in sizes.items() if dim not in PARAMETERS[name][1])
 
 
 def norms_of(whole: list[dict[str, Tensor]]) -> list[Tensor]:

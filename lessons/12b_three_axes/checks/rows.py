@@ -27,7 +27,7 @@ def probe(rank: Any, all_sizes: list[Sizes], batches: list[Tensor]) -> list[dict
     for mesh in meshes_on(rank, all_sizes):
         before = [batch.clone() for batch in batches]
         with rank.record() as recording:
-            shares = [rank.submission.rows_of(batch, mesh) for batch in batches]
+            shares = [share_of(rank, batch, mesh) for batch in batches]
         found.append(
             {
                 "shares": [share.clone() if isinstance(share, Tensor) else None for share in shares],
@@ -36,6 +36,20 @@ def probe(rank: Any, all_sizes: list[Sizes], batches: list[Tensor]) -> list[dict
             }
         )
     return found
+
+
+def share_of(rank: Any, batch: Tensor, mesh: Any) -> Tensor:
+    """On a rank: its rows; where too few pieces were cut, the error says so."""
+    try:
+        return rank.submission.rows_of(batch, mesh)
+    except IndexError as error:
+        n = mesh.get_group("data").size()
+        if len(batch) % n:
+            error.add_note(
+                f"b = {len(batch)} is not divisible by {n}: chunk and split may make fewer pieces than there are "
+                "ranks, where tensor_split makes one for each"
+            )
+        raise
 
 
 def observe(trial: Trial) -> SimpleNamespace:
