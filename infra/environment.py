@@ -194,8 +194,8 @@ def tell_other_clone(stamp: Path) -> None:
     former = stamp.read_text().partition(" ")[2].strip() if stamp.exists() else ""
     if former not in ("", str(ROOT)) and Path(former).is_dir():
         say(
-            f"{stamp.parent} was set up for {former}. From now on its grader and lessons are those of {ROOT}; "
-            f"`make lab` in {former} takes it back"
+            f"{stamp.parent} was set up for {former}. From now on its grader and lessons are those of "
+            f"{ROOT}; `make lab` in {former} takes it back"
         )
 
 

@@ -46,8 +46,8 @@ def share_of(rank: Any, batch: Tensor, mesh: Any) -> Tensor:
         n = mesh.get_group("data").size()
         if len(batch) % n:
             error.add_note(
-                f"b = {len(batch)} is not divisible by {n}: chunk and split may make fewer pieces than there are "
-                "ranks, where tensor_split makes one for each"
+                f"b = {len(batch)} is not divisible by {n}: chunk and split may make fewer pieces than there "
+                "are ranks, where tensor_split makes one for each"
             )
         raise
 
