@@ -91,7 +91,8 @@ def draw_all_gather(n: int = 4) -> None:
 def _draw_ring(held: list[list[set[int]]], leaving: list[int]) -> None:
     """Panels, one a step: rank r sends chunk `leaving[r]` to the next, which adds it to what it holds."""
     n = len(held)
-    _, panels = figure(1, n, figsize=(9.5, 2.5), sharey=True)
+    shown, panels = figure(1, n, figsize=(9.5, 2.7), sharey=True)
+    shown.suptitle("framed: what a rank sends next", y=0.02, fontsize=9, color=RED)
     for step, axes in enumerate(panels):
         for rank in range(n):
             for chunk in range(n):
@@ -140,8 +141,8 @@ def draw_rounds(n: int = 4) -> None:
                 color = ("white", ORANGE, BLUE, GREEN)[number % 4]
                 place = (owner, -sender)
                 axes.add_patch(plt.Rectangle(place, 0.94, 0.8, facecolor=color, edgecolor="gray", alpha=0.6))
-                text = str(number) if number else "stays"
-                axes.text(owner + 0.47, 0.4 - sender, text, ha="center", va="center")
+                text = f"round {number}" if number else "stays"
+                axes.text(owner + 0.47, 0.4 - sender, text, ha="center", va="center", fontsize=9)
         axes.set(xlim=(-0.1, n), ylim=(-n + 0.9, 0.9), title=title, xlabel="to rank")
         axes.set(xticks=[r + 0.47 for r in range(n)], xticklabels=range(n))
         axes.set(yticks=[0.4 - r for r in range(n)], yticklabels=[f"rank {r}" for r in range(n)])

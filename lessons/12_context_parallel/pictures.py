@@ -117,8 +117,8 @@ def draw_work(n: int = 4) -> None:
                 corners = [(j, -i), (j + 1, -i - 1), (j, -i - 1)] if i == j else None
                 corners = corners or [(j, -i), (j + 1, -i), (j + 1, -i - 1), (j, -i - 1)]
                 left.add_patch(plt.Polygon(corners, facecolor=RANKS[owner[i]], edgecolor="white"))
-            left.text(-0.2, -i - 0.5, f"{owner[i]}", ha="right", va="center", fontsize=9)
-        left.set(xlim=(-1.2, 2 * n), ylim=(-2 * n, 0.2), aspect="equal")
+            left.text(-0.2, -i - 0.5, f"rank {owner[i]}", ha="right", va="center", fontsize=8)
+        left.set(xlim=(-2.2, 2 * n), ylim=(-2 * n, 0.2), aspect="equal")
         left.set_title("queries down, keys across", fontsize=10)
         left.axis("off")
         begin = 0.0
@@ -134,7 +134,9 @@ def draw_work(n: int = 4) -> None:
         right.set(yticks=range(n), yticklabels=[f"rank {r}" for r in range(n)], xlim=(0, 14.5))
         right.xaxis.set_major_locator(MaxNLocator(integer=True))
         right.invert_yaxis()
-    panels[1][1].set_xlabel("time, in products of one chunk with one; empty: the rank waits")
+    panels[1][1].set_xlabel(
+        "time, in products of one chunk with one; one on the diagonal is half; empty: the rank waits"
+    )
     plt.tight_layout()
     plt.show()
 
@@ -159,7 +161,8 @@ def draw_documents(n: int = 4) -> None:
             axes.axhline(r * length / n, color=GREY, linewidth=0.5)
             axes.axvline(r * length / n, color=GREY, linewidth=0.5)
             axes.text(-0.5, (r + 0.5) * length / n, f"rank {r}", ha="right", va="center", fontsize=9)
-        axes.set(xlim=(0, length), ylim=(length, 0), aspect="equal", title=f"{name} in {length} tokens")
+        axes.set(xlim=(-0.2, length + 0.2), ylim=(length + 0.2, -0.2), aspect="equal")
+        axes.set_title(f"{name} in {length} tokens\nqueries down, keys across", fontsize=10)
         axes.axis("off")
         for way, zigzag in (("parts", False), ("zigzag", True)):
             owner = chunk_owners(n, zigzag)
