@@ -11,6 +11,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,6 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from json import dumps
-from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ from grader.ranks.event_log import EventLog
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.recording import Event
 
-PIECE = 0.1
+PIECE = 0.01
 """Seconds of waiting for a note after which a rank looks again."""
 
 
@@ -89,13 +89,12 @@ class Rank:
         one piece goes by at most.
         """
         store = dist.distributed_c10d._get_default_store()
-        for _ in range(ceil(seconds / PIECE)):
-            try:
-                store.wait([f"run {self._run}: {note}" for note in notes], timedelta(seconds=PIECE))
+        keys = [f"run {self._run}: {note}" for note in notes]
+        for _ in range(round(seconds / PIECE)):
+            if store.check(keys):
                 return True
-            except RuntimeError:  # this piece is over
-                continue
-        return False
+            time.sleep(PIECE)
+        return store.check(keys)
 
     def seed(self, number: int) -> None:
         """Seed torch's random numbers."""

@@ -134,9 +134,7 @@ def draw_work(n: int = 4) -> None:
         right.set(yticks=range(n), yticklabels=[f"rank {r}" for r in range(n)], xlim=(0, 14.5))
         right.xaxis.set_major_locator(MaxNLocator(integer=True))
         right.invert_yaxis()
-    panels[1][1].set_xlabel(
-        "time, in products of one chunk with one; one on the diagonal is half; empty: the rank waits"
-    )
+    panels[1][1].set_xlabel("time, in products of two chunks (half on the diagonal); empty: the rank waits")
     plt.tight_layout()
     plt.show()
 
