@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grader.checks import CheckEnded, Event, Recording, Trial, check
 
@@ -23,8 +23,8 @@ from .models import (
 
 
 def fill(rank: Any, x: Tensor) -> dict:
-    """One backward of the chain for each bucket size: room for 1, 2 and all 6 gradients."""
-    recordings, means = {}, {}
+    """Two steps of the chain for each bucket size: room for 1, 2 and all 6 gradients. What the first did."""
+    recordings, means, again = {}, {}, {}
     for layers in (1, 2, 6):
         model = build(chain, 1).to(rank.device)
         wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=layers * GRADIENT_BYTES)
@@ -35,17 +35,35 @@ def fill(rank: Any, x: Tensor) -> dict:
             recording.mark("finish")
             wrapped.finish_gradient_synchronization()
         recordings[layers], means[layers] = recording, gradients(model)
-    return {"recordings": recordings, "gradients": means}
+        model.zero_grad()
+        with rank.record() as again[layers]:
+            wrapped(x).square().mean().backward()
+            wrapped.finish_gradient_synchronization()
+    return {"recordings": recordings, "gradients": means, "again": again}
 
 
-def fill_doubles(rank: Any, x: Tensor) -> Recording:
-    """The chain in float64, with room for two gradients."""
-    model = build(chain, 1).double().to(rank.device)
-    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=4 * GRADIENT_BYTES)
-    with rank.record() as recording:
-        wrapped(x).square().mean().backward()
-        wrapped.finish_gradient_synchronization()
-    return recording
+class Halves(nn.Module):
+    """The chain, its second half in float32."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.first, self.second = layers[:3].double(), layers[3:].float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).float())
+
+
+def fill_doubles(rank: Any, x: Tensor) -> list[Recording]:
+    """The chain in float64, with room for two gradients; and half of it, with room for all."""
+    found = []
+    for change, room in ((nn.Module.double, 4), (Halves, 12)):
+        model = change(build(chain, 1)).to(rank.device)
+        wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=room * GRADIENT_BYTES)
+        with rank.record() as recording:
+            wrapped(x).square().mean().backward()
+            wrapped.finish_gradient_synchronization()
+        found.append(recording)
+    return found
 
 
 def observe_buckets(trial: Trial, delays: bool = False) -> SimpleNamespace:
@@ -142,13 +160,22 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
                 rank=r,
             )
             require_bytes(trial, r, recording, 6 * GRADIENT_BYTES)
+            sent = [e for e in result["again"][layers].select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
+            trial.require(
+                len(sent) <= full + 1,
+                f"with bucket_bytes={layers * GRADIENT_BYTES} the first step made {len(sizes)} "
+                f"all-reduces, and the second {len(sent)}",
+                cause="what a pass has marked as ready, or as sent, is still marked in the next one",
+                help="When a pass is finished, all of that begins anew.",
+                rank=r,
+            )
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def bytes_are_those_of_the_dtype(trial: Trial) -> None:
-    """Gradients in float64 fill a bucket with half as many elements."""
+    """Gradients in float64 fill a bucket with half as many elements, and none travels in another's dtype."""
     x = [(trial.normal(4, 16, dtype=torch.float64),) for _ in range(trial.num_ranks)]
-    for r, recording in enumerate(trial.run(fill_doubles, per_rank=x)):
+    for r, (recording, mixed) in enumerate(trial.run(fill_doubles, per_rank=x)):
         sizes = [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
         trial.require(
             3 <= len(sizes) <= 4,
@@ -157,6 +184,18 @@ def bytes_are_those_of_the_dtype(trial: Trial) -> None:
             help="A gradient has numel() * element_size() bytes.",
             rank=r,
             cause="elements are counted as 4 bytes, whatever their dtype is" if len(sizes) == 2 else "",
+        )
+        due = 3 * 2 * GRADIENT_BYTES + 3 * GRADIENT_BYTES
+        num_bytes = sum(e.num_bytes for e in mixed.select("all_reduce") if e.num_bytes >= GRADIENT_BYTES)
+        trial.require(
+            num_bytes == due,
+            f"three gradients in float64 and three in float32 were all-reduced in {num_bytes:,} bytes: they "
+            f"have {due:,}",
+            help="A tensor has one dtype: gradients of another one need another bucket.",
+            rank=r,
+            cause="gradients of two dtypes share a bucket: those of the narrower one were widened"
+            if num_bytes == 6 * 2 * GRADIENT_BYTES
+            else "",
         )
 
 
