@@ -182,6 +182,20 @@ def p_elements_travel(trial: Trial) -> None:
 LOW, HIGH = torch.bfloat16, torch.float32
 
 
+def keeps_digits(rank: Any, unit: Any, given: list[Tensor]) -> bool:
+    """Whether a third in a shard's `.grad`, which bfloat16 rounds, is as it was once zeros were added."""
+    before = [shard.grad for shard in unit.shards]
+    thirds = [torch.full_like(shard, 1 / 3) for shard in unit.shards]
+    for shard, gradient, third in zip(unit.shards, before, thirds, strict=True):
+        shard.grad = None if gradient is None else third.clone()
+    give(given, [torch.zeros_like(whole) for whole in given])
+    rank.submission.reduce_gradients(unit)
+    after = [shard.grad for shard in unit.shards]
+    for shard, gradient in zip(unit.shards, before, strict=True):
+        shard.grad = gradient
+    return all(x is None or torch.equal(x, third) for x, third in zip(after, thirds, strict=True))
+
+
 def reduce_low(rank: Any, tensors: list[Tensor], gradients: list[Tensor], high: bool) -> dict:
     given = make_parameters(tensors, rank.device)
     unit = rank.submission.ShardedUnit(
@@ -192,6 +206,7 @@ def reduce_low(rank: Any, tensors: list[Tensor], gradients: list[Tensor], high: 
     with rank.record() as recording:
         rank.submission.reduce_gradients(unit)
     dtypes = [str(shard.grad.dtype) for shard in unit.shards if shard.grad is not None]
+    keeps = keeps_digits(rank, unit, given)
     for shard in unit.shards:  # gathering rounds to bfloat16: two halves are both exact enough
         shard.grad = None if shard.grad is None else shard.grad.to(shard.dtype)
     whole = whole_gradients([unit])
@@ -203,6 +218,7 @@ def reduce_low(rank: Any, tensors: list[Tensor], gradients: list[Tensor], high: 
         "mean": [a.double() + b.double() for a, b in zip(whole, low, strict=True)],
         "recording": recording,
         "dtypes": dtypes,
+        "keeps": keeps,
     }
 
 
@@ -237,6 +253,13 @@ def sums_are_in_reduce_dtype(trial: Trial) -> None:
                 f"{told}, the shards are in {HIGH}, and their .grad in {', '.join(set(result['dtypes']))}",
                 help="mean.to(shard.dtype): an optimizer in fp32 wants gradients in fp32.",
                 rank=r,
+            )
+            trial.require(
+                result["keeps"],
+                f"{told}, a shard's .grad in {HIGH} lost digits when another mean, of zeros, was added to it",
+                help="Bring the mean to the shard's dtype, and not the shard's .grad to the mean's.",
+                rank=r,
+                cause="it was added up in the dtype of the mean" if dtype == LOW else "",
             )
     for i, shape in enumerate(SHAPES):
         own = by_parameter(seen.gradients, i).double()
