@@ -168,6 +168,10 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
         "a target's number is looked up as it is, in logits less the largest: on each rank words are counted "
         "from its first": shifted.logsumexp(-1)[counted].mean()
         - own_numbers(shifted, targets, n)[counted].mean(),
+        "a target that is the word before a rank's first is looked up there too: -1 is the last word": (
+            each.sum() - last_words(shifted, targets, n).sum()
+        )
+        / counted.sum(),
     } | own_largest(seen, n)
 
 
@@ -179,6 +183,15 @@ def own_numbers(logits: Tensor, targets: Tensor, n: int) -> Tensor:
         words = shard.gather(1, targets.masked_fill(~there, 0).unsqueeze(1)).squeeze(1)
         found.append(words.masked_fill(~there, 0.0))
     return torch.stack(found).sum(0)
+
+
+def last_words(logits: Tensor, targets: Tensor, n: int) -> Tensor:
+    """What the ranks' last words add for targets that are the word before the ranks' first."""
+    found, first = torch.zeros(len(targets), dtype=logits.dtype), 0
+    for shard in parts(logits, -1, n):
+        found += torch.where((targets == first - 1) & (targets >= 0), shard[:, -1], 0.0)
+        first += shard.size(-1)
+    return found
 
 
 def own_targets(logits: Tensor, targets: Tensor, n: int) -> list[Tensor]:

@@ -106,7 +106,7 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
         ).mean(),
         "it is this rank's own mean": [x / c for x, c in by_rank],
         "it is this rank's own sum, over the count of all": [x / counted.sum() for x, _ in by_rank],
-        "padding is counted": losses.sum() / counted.numel(),
+        "what has no target is counted: padding, or the last position of all": losses.sum() / counted.numel(),
         "it is the sum, not the mean": losses.sum(),
     }
 

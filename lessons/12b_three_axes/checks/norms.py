@@ -57,13 +57,26 @@ def every_part(whole: Tensor, cut: tuple[str, ...], sizes: Sizes) -> list[Tensor
     return parts
 
 
+def norm_on(rank: Any, gradients: dict, cut_along: dict, mesh: Any) -> Any:
+    """On a rank: the norm; an error is told where it asks for what may be missing."""
+    try:
+        return rank.submission.gradient_norm(gradients, cut_along, mesh)
+    except KeyError as error:
+        if error.args and error.args[0] in cut_along.keys() - gradients.keys():
+            error.add_note(
+                "this rank has no such gradient: an empty shard of ZeRO-3 may be missing, while `cut_along` "
+                "names every parameter"
+            )
+        raise
+
+
 def probe(rank: Any, cases: list) -> list[dict]:
     found = []
     meshes_of = meshes_on(rank, [sizes for sizes, *_ in cases])
     for mesh, (_, gradients, cut_along) in zip(meshes_of, cases, strict=True):
         before = {name: gradient.clone() for name, gradient in gradients.items()}
         with rank.record() as recording:
-            norm = rank.submission.gradient_norm(gradients, cut_along, mesh)
+            norm = norm_on(rank, gradients, cut_along, mesh)
         dist.barrier()  # who hangs hangs here, and not where others are at the next mesh
         same = all(torch.equal(before[name], gradient) for name, gradient in gradients.items())
         norm = norm.detach().double() if isinstance(norm, Tensor) and norm.numel() == 1 else norm
