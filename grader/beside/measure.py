@@ -76,7 +76,7 @@ def _state(thread: str) -> str:
     try:
         with open(f"/proc/self/task/{thread}/stat") as file:
             return file.read().rpartition(") ")[2][:1]
-    except FileNotFoundError:  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return ""
 
 
