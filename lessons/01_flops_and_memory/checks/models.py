@@ -6,41 +6,27 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from grader.checks import Answers, Trial, compare_answers, kept_for_backward, whole
+from lessons_shared.sizes import sized_gpt
 from nanogpt.model import GPT, GPTConfig
 
 Where = Callable[..., bool]
 PARTS = ("embedding", "attention", "mlp", "norm", "head")
-DEEP = 4
-"""Blocks that are all counted one by one."""
+LARGE = 50_000_000
+"""Multiply-adds of a matrix from which on computing takes longer than torch's way without numbers."""
 
 
 # --- what is true ---
 
 
-class Recomputed(nn.Module):
-    """A module whose forward runs again in backward, all of it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return checkpoint(self.module, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
 @lru_cache
 def parameters(config: GPTConfig) -> dict[str, int]:
     """The elements of a real model's parameters, by part."""
-    with torch.device("meta"):
-        model = GPT(config)
     counts = dict.fromkeys((*PARTS, "total"), 0)
-    for name, parameter in model.named_parameters():
+    for name, parameter in sized_gpt(config).named_parameters():
         counts[part_of(name)] += parameter.numel()
         counts["total"] += parameter.numel()
     return counts
@@ -55,37 +41,48 @@ def part_of(name: str) -> str:
     return "embedding" if {"wte", "wpe", "drop"}.intersection(pieces) else "head"
 
 
-@lru_cache
 def flops(
     config: GPTConfig, batch_size: int, sequence_length: int, recompute: str | None = None
 ) -> dict[str, int]:
     """What FlopCounterMode counts: a forward by part, or with `recompute` forward and backward in all.
 
-    Blocks are alike: of a deep model two are counted, and what the second adds is what each further one does.
+    What is recomputed runs forward once more, all of it. Blocks are alike: one is counted, for each of them.
     """
-    if config.n_layer > DEEP:
-        one, two = (flops(replace(config, n_layer=n), batch_size, sequence_length, recompute) for n in (1, 2))
-        return {part: two[part] + (config.n_layer - 2) * (two[part] - one[part]) for part in two}
-    with torch.device("cpu" if config.n_embd < 100 else "meta"):  # large models are counted without numbers
-        model, tokens = GPT(config), torch.zeros(batch_size, sequence_length, dtype=torch.long)
-    blocks = model.transformer.h
-    for i, block in enumerate(blocks):
-        if recompute == "attention":
-            block.attn.core = Recomputed(block.attn.core)
-        elif recompute == "full":
-            blocks[i] = Recomputed(block)
-    counter = FlopCounterMode(display=False)
-    with counter, sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(False):
-        loss = model(tokens, tokens)[1]
-        if recompute is not None:
-            loss.backward()
-            return {"total": counter.get_total_flops()}
-    by_module = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-    counts = {part: 0 for part in ("attention", "mlp", "head")}
-    for i in range(config.n_layer):
-        counts["attention"] += by_module[f"GPT.transformer.h.{i}.attn"]
-        counts["mlp"] += by_module[f"GPT.transformer.h.{i}.mlp"]
-    return counts | {"head": by_module["GPT.lm_head"], "total": counter.get_total_flops()}
+    of, n = counted(replace(config, n_layer=1), batch_size, sequence_length), config.n_layer
+    if recompute is None:
+        parts = {"attention": n * of["attention"], "mlp": n * of["mlp"], "head": of["head"]}
+        return parts | {"total": n * of["block"] + of["head"]}
+    again = {"none": 0, "attention": of["core"], "full": of["block"]}[recompute]
+    return {"total": n * (of["block"] + of["block backward"] + again) + of["head"] + of["head backward"]}
+
+
+@lru_cache
+def counted(config: GPTConfig, batch_size: int, sequence_length: int) -> dict[str, int]:
+    """FLOPs of a model's only block, of parts of it, and of the head: forward, and backward."""
+    if config.n_embd * (config.n_embd + config.vocab_size) * batch_size * sequence_length < LARGE:
+        model, device = GPT(config), "cpu"
+    else:
+        model, device = sized_gpt(config), "meta"
+    tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        x = model.transformer.h[0](model.embed(tokens, torch.arange(sequence_length).to(device)))
+        ended = x.detach().requires_grad_()
+        loss = model.head(ended).sum()
+        modules = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
+        totals = [counter.get_total_flops()]
+        loss.backward()
+        totals.append(counter.get_total_flops())
+        x.backward(ended.grad)
+        totals.append(counter.get_total_flops())
+    return {
+        "attention": modules["Block.attn"],
+        "core": modules["Block.attn.core"],
+        "mlp": modules["Block.mlp"],
+        "block": modules["Block"],
+        "head": modules["Linear"],
+        "head backward": totals[1] - totals[0],
+        "block backward": totals[2] - totals[1],
+    }
 
 
 @lru_cache

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from grader.checks import Trial, check, exercise, show
-from nanogpt.model import GPT, GPTConfig
+from lessons_shared.sizes import sized_gpt
+from nanogpt.model import GPTConfig
 
 from .models import core_flops, draw, flops, parameters, utilization
 
@@ -32,11 +33,10 @@ def report(rank: Any, calls: list[list[Any]], tied: bool = True) -> list[tuple[A
     """The probe: the learner's reports on models without storage, and what of its arguments each changed."""
     reports = []
     for config, *arguments in calls:
-        with torch.device("meta"):
-            model = GPT(GPTConfig(**config))
-            if not tied:
-                model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
-                model.transformer.wpe.requires_grad_(False)
+        model = sized_gpt(GPTConfig(**config))
+        if not tied:
+            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+            model.transformer.wpe.requires_grad_(False)
         names, told = list(model.state_dict()), repr(arguments)
         given = rank.submission.utilization_report(model, *arguments)
         changed = "the model" if list(model.state_dict()) != names else ""
