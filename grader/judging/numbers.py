@@ -50,8 +50,8 @@ class Answers:
 
     def __init__(self, trial: Trial, name: str, calls: Sequence[tuple], truth: Callable[..., Any]) -> None:
         self.name, self.calls, self.truth = name, list(calls), truth
+        self.true = [truth(*call) for call in calls]  # the first time, ranks are started meanwhile
         self.given = trial.run(ask, name, [[_pack(argument) for argument in call] for call in calls])[0]
-        self.true = [truth(*call) for call in calls]
 
     def asked(self, call: tuple, key: str | None = None) -> str:
         """The call as the learner would type it."""

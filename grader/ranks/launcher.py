@@ -323,7 +323,8 @@ class Session:
         if fresh:
             self.close()
             self._ranks, self._token = (header, code.kin), secrets.token_bytes(TOKEN_BYTES)
-            self._line = self._launcher.connect()
+            with self._launcher.turn.let_go():
+                self._line = self._launcher.connect()
         told = [plain.encode({**order, "token": self._token} if fresh else order) for order in orders]
         assert self._line is not None
         summary, answers = self._launcher.exchange(self._line, header, told, fresh)
