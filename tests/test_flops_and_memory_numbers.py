@@ -1,13 +1,23 @@
 """Lesson 01's numbers: what its text says of GPT-2, and what its notebook has printed."""
 
+import importlib
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 
+from grader.judging.course import find_exercise
+from grader.ranks.launcher import ROOT
 from lessons.flops_and_memory.answers import LLAMAS, MACHINES
 from lessons.flops_and_memory.measures import alive_through_a_step
-from nanogpt.model import GPTConfig
+from nanogpt.model import GPT, GPTConfig
 from solutions.flops_and_memory import (
     activation_bytes,
     attainable_flops_per_second,
@@ -41,6 +51,51 @@ def test_what_the_text_says() -> None:
     assert (products["attention"] + products["mlp"]) / 12 / 1024 == pytest.approx(17e6, rel=0.03)
     for h, layers, v, share in ((12288, 96, 51200, 0.003), (768, 12, 50257, 1 / 3)):
         assert v / (16 * h * layers) == pytest.approx(share, rel=0.1)
+
+
+class Recomputed(nn.Module):
+    """A module whose forward runs again in backward, all of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return checkpoint(self.module, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+@pytest.mark.parametrize("config", [replace(COURSE, n_layer=3), replace(COURSE, n_layer=1, bias=True)])
+def test_the_judge_counts_what_a_whole_model_counts(config: GPTConfig, recompute: str) -> None:
+    """It counts one block, and never recomputes."""
+    find_exercise("training_flops")
+    judged = importlib.import_module("checks_of_flops_and_memory.models").flops
+    model, tokens = GPT(config), torch.zeros(2, 37, dtype=torch.long)
+    blocks = model.transformer.h
+    for i, block in enumerate(blocks):
+        if recompute == "attention":
+            block.attn.core = Recomputed(block.attn.core)
+        elif recompute == "full":
+            blocks[i] = Recomputed(block)
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(False):
+        loss = model(tokens, tokens)[1]
+        forward = counter.get_total_flops()
+        loss.backward()
+    assert judged(config, 2, 37)["total"] == forward
+    assert judged(config, 2, 37, recompute)["total"] == counter.get_total_flops()
+
+
+def test_sizes_are_asked_without_torchs_compiler() -> None:
+    program = (
+        "import sys; from grader.judging.course import find_exercise; find_exercise('count_parameters'); "
+        "from lessons_shared.sizes import sized_gpt; from nanogpt.model import GPT, GPTConfig; "
+        "config = GPTConfig(block_size=5, vocab_size=7, n_layer=2, n_head=2, n_embd=8); "
+        "sizes = [(n, p.shape, p.device.type) for n, p in sized_gpt(config).named_parameters()]; "
+        "assert 'torch._dynamo' not in sys.modules; "
+        "assert sizes == [(n, p.shape, 'meta') for n, p in GPT(config).named_parameters()]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_printed_counts_are_the_measured_ones() -> None:

@@ -50,7 +50,7 @@ class Answers:
 
     def __init__(self, trial: Trial, name: str, calls: Sequence[tuple], truth: Callable[..., Any]) -> None:
         self.name, self.calls, self.truth = name, list(calls), truth
-        self.true = [truth(*call) for call in calls]  # the first time, ranks are started meanwhile
+        self.true = [truth(*call) for call in calls]  # the first time, the ranks' server starts meanwhile
         self.given = trial.run(ask, name, [[_pack(argument) for argument in call] for call in calls])[0]
 
     def asked(self, call: tuple, key: str | None = None) -> str:

@@ -179,7 +179,8 @@ class Launcher:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as where_it_fails:
             where_it_fails.callback(ours.close)
-            self._hand_over(theirs)
+            with self.turn.let_go():
+                self._hand_over(theirs)
             where_it_fails.pop_all()
         return ours
 
@@ -323,8 +324,7 @@ class Session:
         if fresh:
             self.close()
             self._ranks, self._token = (header, code.kin), secrets.token_bytes(TOKEN_BYTES)
-            with self._launcher.turn.let_go():
-                self._line = self._launcher.connect()
+            self._line = self._launcher.connect()
         told = [plain.encode({**order, "token": self._token} if fresh else order) for order in orders]
         assert self._line is not None
         summary, answers = self._launcher.exchange(self._line, header, told, fresh)

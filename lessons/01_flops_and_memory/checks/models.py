@@ -15,8 +15,10 @@ from nanogpt.model import GPT, GPTConfig
 
 Where = Callable[..., bool]
 PARTS = ("embedding", "attention", "mlp", "norm", "head")
-LARGE = 50_000_000
-"""Multiply-adds of a matrix from which on computing takes longer than torch's way without numbers."""
+LARGE = 15_000_000
+"""Elements of the residual stream times rows of two matrices, from which on computing takes longer than
+torch's way without numbers (on one thread, about).
+"""
 
 
 # --- what is true ---
@@ -58,7 +60,7 @@ def flops(
 
 @lru_cache
 def counted(config: GPTConfig, batch_size: int, sequence_length: int) -> dict[str, int]:
-    """FLOPs of a model's only block, of parts of it, and of the head: forward, and backward."""
+    """FLOPs of the first block, of parts of it, and of the head: forward, and backward."""
     if config.n_embd * (config.n_embd + config.vocab_size) * batch_size * sequence_length < LARGE:
         model, device = GPT(config), "cpu"
     else:
