@@ -4,7 +4,8 @@ Functions marked "on a rank" are for probes, the others for checks.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,17 @@ def drawn_alike(module: nn.Module, trial: Trial) -> nn.Module:
             is_gain = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(drawn * scale + (1.0 if is_gain else 0.0))
     return module
+
+
+@contextmanager
+def drawn_with(seed: int) -> Iterator[None]:
+    """Inside, torch's numbers on the CPU are those of a seed; then its random state is what it was.
+
+    `torch.manual_seed` would leave a note, with a stack of calls, for every kind of GPU that is not there.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from grader.checks import Trial
+from grader.checks import Trial, drawn_with
 from nanogpt.model import GPT, GPTConfig
 
 Gradients = dict[str, Tensor]
@@ -28,8 +28,7 @@ def draw_config(trial: Trial, dropout: float = 0.0) -> GPTConfig:
 
 def build(config: GPTConfig, seed: int) -> GPT:
     """The model with the weights that this seed gives; the global random state stays as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawn_with(seed):
         return GPT(config)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import Trial
+from grader.checks import Trial, drawn_with
 from nanogpt.model import GPT, GPTConfig
 
 GRADIENT_BYTES = 1024  # of one layer of `chain`
@@ -97,8 +97,7 @@ def turn(model: Mixed) -> None:
 
 def build(make: Any, seed: int) -> Any:
     """The model with the weights that this seed gives; the global random state stays as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawn_with(seed):
         return make()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import Trial
+from grader.checks import Trial, drawn_with
 from nanogpt.model import GPT, GPTConfig
 
 VOCAB = 23
@@ -88,8 +88,7 @@ def build(make: Any, seed: int, dtype: torch.dtype = torch.float32) -> Any:
     Biases, norms and the like are drawn too: what starts as zero or one on every rank would hide mistakes.
     Weights in float64 have all of its digits: what goes through float32 does not come back the same.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawn_with(seed):
         model = make().to(dtype)
         with torch.no_grad():
             for parameter in model.parameters():

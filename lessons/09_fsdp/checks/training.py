@@ -58,6 +58,8 @@ class Step:
     """One for each time that its gradients were computed."""
     returned: Any
     """By the optimizer's `step`."""
+    weights: dict[str, Tensor] | None = None
+    """After it, where they were asked for."""
 
 
 def train(
@@ -67,8 +69,12 @@ def train(
     make: Callable[..., Optimizer],
     after_backward: Callable[[int], None] = lambda passes_left: None,
     num_steps: int = len(PASSES),
+    look_at: nn.Module | None = None,
 ) -> list[Step]:
-    """The steps of one rank. `after_backward(how many passes of this step are still to come)`."""
+    """The steps of one rank. `after_backward(how many passes of this step are still to come)`.
+
+    `look_at`: a model whose weights are kept after each step.
+    """
     named = list(module.named_parameters())
     optimizer = make_optimizer(kind, named, make)
     scheduler = StepLR(optimizer, 1, gamma=0.3) if kind == "scheduled" else None
@@ -82,6 +88,8 @@ def train(
         else:
             compute()
             step.returned = optimizer.step()
+        if look_at is not None:
+            step.weights = weights(look_at)
         steps.append(step)
         if scheduler is not None:
             scheduler.step()

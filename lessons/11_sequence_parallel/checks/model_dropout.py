@@ -9,10 +9,10 @@ from lessons_shared.cut_gpt_checks import attentions, table_gradients_are_right
 from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, masks_differ, stream_is_cut
 from .model_runs import RATE, WORDS, observe_model
-from .shared import alive_before_backward, kept_bytes
+from .shared import FEWER, alive_before_backward, kept_bytes
 
 
-@check("sequence_parallelize")
+@check("sequence_parallelize", world_sizes=FEWER)
 def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
     """What enters and leaves a block, and what its norms read, are s/n tokens."""
     for seen in trial.once(observe_model).dropping:
@@ -33,14 +33,14 @@ def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
                 )
 
 
-@check("sequence_parallelize")
+@check("sequence_parallelize", world_sizes=FEWER)
 def dropout_differs_where_tokens_differ(trial: Trial) -> None:
     """Ranks drop different elements of their different tokens, also if they share a seed."""
     for seen in trial.once(observe_model).dropping:
         masks_differ(trial, seen.results, RATE, True, seen.name)
 
 
-@check("sequence_parallelize")
+@check("sequence_parallelize", world_sizes=FEWER)
 def gradients_are_right_with_dropout(trial: Trial) -> None:
     """With dropout, loss and gradients are the dense model's with the same elements dropped."""
     for seen in trial.once(observe_model).dropping[:1]:
@@ -64,7 +64,7 @@ def gradients_are_right_with_dropout(trial: Trial) -> None:
         table_gradients_are_right(trial, seen, "gradients", 1)
 
 
-@check("sequence_parallelize")
+@check("sequence_parallelize", world_sizes=FEWER)
 def nothing_is_dropped_in_eval_mode(trial: Trial) -> None:
     """In eval mode the loss is the dense model's."""
     for seen in trial.once(observe_model).dropping[:1]:
@@ -74,7 +74,7 @@ def nothing_is_dropped_in_eval_mode(trial: Trial) -> None:
         trial.close(f"the loss in eval mode ({seen.name})", each_rank(seen, "asleep"), expected)
 
 
-@check("sequence_parallelize")
+@check("sequence_parallelize", world_sizes=FEWER)
 def bytes_alive_are_what_the_formula_says(trial: Trial) -> None:
     """With dropout no more is alive after the forward than 2 + 16/n times (b, s, h) a block, and the head."""
     for seen in trial.once(observe_model).dropping[:1]:

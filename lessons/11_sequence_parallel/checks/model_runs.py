@@ -15,7 +15,7 @@ from lessons_shared.cut_gpt import dense_model, describe, drawn_weights, gradien
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 
 from .masks import watch
-from .shared import mark_backward, run_on_tokens
+from .shared import FEWER, mark_backward, run_on_tokens
 from .slips import SUMMED_TWICE, gradients_summed_twice, own_token_gradients, with_biases_added_often
 
 NAME = "sequence_parallelize"
@@ -25,7 +25,7 @@ WORDS = 12
 
 def model_probe(rank, plain: list, dropping: list) -> dict:
     return {
-        "plain": [passes(rank, NAME, *case, twice=number == 0) for number, case in enumerate(plain)],
+        "plain": [passes(rank, NAME, *case, twice) for case, twice in plain],
         "dropping": [one_dropping(rank, *case) for case in dropping],
     }
 
@@ -91,10 +91,11 @@ def one_dropping(
 
 
 def observe_model(trial: Trial) -> SimpleNamespace:
-    """`plain` and `dropping`: cases with the ranks' results; the first that drops was run in full."""
+    """`plain` and `dropping`: cases with the ranks' results; of those that drop the first was run in full."""
     n = trial.num_ranks
     odd = 30 + trial.choice([1, 5, 7, 11])  # not divisible by any number of ranks
-    plain = [case_with_slips(trial, "v divides", small_config(trial, bias=True))]
+    few = n in FEWER
+    plain = [case_with_slips(trial, "v divides", small_config(trial, bias=True, n_layer=2 if few else 1))]
     if trial.in_full or n == 3:
         uneven = small_config(trial, bias=False, vocab_size=odd, n_layer=1)
         plain.append(case_with_slips(trial, "v does not divide", uneven))
@@ -102,13 +103,15 @@ def observe_model(trial: Trial) -> SimpleNamespace:
     weights = drawn_weights(trial, config)
     idx, targets = (trial.tokens(WORDS, 2, 24) for _ in range(2))
     base = trial.integer(1, 10**6)
-    kinds = {"each rank has a seed": [base + 10 * r for r in range(n)]}
+    kinds = {"each rank has a seed": [base + 10 * r for r in range(n)]} if few else {}
     if trial.in_full:
         kinds["the ranks share a seed"] = [base] * n
     dropping = [
         SimpleNamespace(name=name, config=config, weights=weights, idx=idx, targets=targets) for name in kinds
     ]
-    given = [(case.config, case.weights, case.idx, case.targets) for case in plain]
+    given = [
+        ((case.config, case.weights, case.idx, case.targets), few and case is plain[0]) for case in plain
+    ]
     runs = [
         (
             given,

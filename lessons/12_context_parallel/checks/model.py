@@ -90,7 +90,7 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
 
 
 def observe(trial: Trial) -> SimpleNamespace:
-    sizes = small_config(trial)
+    sizes = small_config(trial, n_layer=1 if trial.num_ranks == 4 else 2)
     weights = drawn(trial, sizes)
     b, length = (2 if trial.num_ranks == 3 else 3), sizes["length"]
     idx = trial.tokens(sizes["vocab_size"], b, length)
