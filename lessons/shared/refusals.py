@@ -40,9 +40,15 @@ def refusal_of(function: Callable, *arguments: Any, **options: Any) -> dict:
 def _state(module: nn.Module) -> dict[str, tuple]:
     """What can be replaced: modules with their attributes, parameters with their numbers."""
     state: dict[str, tuple] = {
-        name or "the module itself": (id(each), sorted(vars(each))) for name, each in module.named_modules()
+        name or "the module itself": (id(each), {key: _identity(value) for key, value in vars(each).items()})
+        for name, each in module.named_modules()
     }
     return state | {name: (id(p), p.detach().clone()) for name, p in module.named_parameters()}
+
+
+def _identity(value: Any) -> tuple[int, int]:
+    """Which object it is, and how much it holds."""
+    return id(value), len(value) if isinstance(value, dict | list | set) else 0
 
 
 def _different(was: dict[str, tuple], now: dict[str, tuple]) -> list[str]:

@@ -1,8 +1,9 @@
 """What left a rank, in bytes."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
-from grader.checks import Event, Trial, each_rank, told
+from grader.checks import Event, Recording, Trial, each_rank, told
 
 SLACK = 64
 """Bytes a collective may be off by: padding, a length, a few numbers about it."""
@@ -50,8 +51,10 @@ def sends_at_most(
             )
 
 
-def computes_a_share(trial: Trial, seen: SimpleNamespace, num_flops: float) -> None:
-    """Matrix products of the forward cost each rank no more than its share."""
+def computes_a_share(
+    trial: Trial, seen: SimpleNamespace, num_flops: float, cause: Callable[[Recording], str] = lambda _: ""
+) -> None:
+    """Matrix products of the forward cost each rank no more than its share; `cause` may know why they do."""
     for rank, recording in enumerate(each_rank(seen, "recording")):
         flops = recording.flops(after="")
         trial.require(
@@ -60,4 +63,5 @@ def computes_a_share(trial: Trial, seen: SimpleNamespace, num_flops: float) -> N
             "of the dense products, are its share",
             help="Multiply with this rank's shard alone. Cutting a whole product afterwards is not parallel.",
             rank=rank,
+            cause=cause(recording),
         )

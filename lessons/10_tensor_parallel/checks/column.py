@@ -1,5 +1,6 @@
 """Column-parallel linear layers."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from grader.checks import (
     BACKWARD,
+    Recording,
     Trial,
     check,
     each_rank,
@@ -167,6 +169,23 @@ def shard_gradients_are_the_dense_ones(trial: Trial) -> None:
 
 
 @check("ColumnParallelLinear")
+def column_computes_its_share(trial: Trial) -> None:
+    """Each rank computes 1/n of the dense layer's product."""
+    for seen in trial.once(LINEAR["ColumnParallelLinear"]).values():
+        rows = seen.x.numel() // seen.x.size(-1)
+        computes_a_share(trial, seen, 2 * rows * seen.weight.numel() / trial.num_ranks, partial(joined, seen))
+
+
+def joined(seen: SimpleNamespace, recording: Recording) -> str:
+    """Whether the forward has gathered the weight, in words; else ""."""
+    sizes = (seen.weight.numel(), seen.weight.numel() // len(seen.results))
+    gathered = [event.num_elements for event in recording.select("all_gather", "")]
+    if not set(sizes) & set(gathered):
+        return ""
+    return "the ranks' slices of the weight were gathered, and not what they make of x"
+
+
+@check("ColumnParallelLinear")
 def column_sends_one_all_reduce_backward(trial: Trial) -> None:
     """The forward sends nothing (gather_output: one all-gather), the backward one all-reduce of x's size."""
     for name, seen in trial.once(LINEAR["ColumnParallelLinear"]).items():
@@ -176,14 +195,6 @@ def column_sends_one_all_reduce_backward(trial: Trial) -> None:
             nothing_travels(trial, seen, "", "x is on every rank already, and the output stays cut.")
         help = "The backward sends the gradient of x, in copy_to_group, and no other: shards need none."
         one_all_reduce(trial, seen, BACKWARD, seen.x.numel() * 4, help)
-
-
-@check("ColumnParallelLinear")
-def column_computes_its_share(trial: Trial) -> None:
-    """Each rank computes 1/n of the dense layer's product."""
-    for seen in trial.once(LINEAR["ColumnParallelLinear"]).values():
-        rows = seen.x.numel() // seen.x.size(-1)
-        computes_a_share(trial, seen, 2 * rows * seen.weight.numel() / trial.num_ranks)
 
 
 @check("ColumnParallelLinear", world_sizes=(2, 1, 4), subgroup=False)

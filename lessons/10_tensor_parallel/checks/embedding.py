@@ -160,7 +160,22 @@ def other_outputs(seen: SimpleNamespace, ranges: list[tuple[int, int]], n: int) 
         ),
         "the token before each one was looked up: an index is one too small": shifted(seen, ranges, -1),
         "the token after each one was looked up: an index is one too large": shifted(seen, ranges, 1),
-    } | rows_not_zeroed(seen, n)
+    } | (rows_not_zeroed(seen, n) | as_if_all_had_as_many(seen, ranges))
+
+
+def as_if_all_had_as_many(seen: SimpleNamespace, ranges: list[tuple[int, int]]) -> dict[str, Fault]:
+    """Where ranks have different numbers of rows: the sum, if each counts all before it as its own number."""
+    if len({size for _, size in ranges}) == 1:
+        return {}
+    total = torch.zeros_like(seen.output, dtype=torch.float64)
+    for rank, (first, size) in enumerate(ranges):
+        own = seen.idx - rank * size
+        there = (own >= 0) & (own < size)
+        total += seen.table[first + own.clamp(0, max(size - 1, 0))] * there.unsqueeze(-1)
+    cause = (
+        "a rank's first row is taken for r times its own number of rows, and the ranks have different numbers"
+    )
+    return {cause: Fault(total, "Its first row is the sum of what the ranks before it have.")}
 
 
 def shifted(seen: SimpleNamespace, ranges: list[tuple[int, int]], by: int) -> Tensor:

@@ -250,8 +250,26 @@ def loss_is_stable(trial: Trial) -> None:
     ):
         seen = trial.once(observe_entropy)[name]
         alternatives = partial(entropy_alternatives, seen, trial.num_ranks)
+        require_a_maximum(trial, seen, name)
         trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, alternatives, help=help)
         entropy_gradient(trial, seen, name)
+
+
+def require_a_maximum(trial: Trial, seen: SimpleNamespace, name: str) -> None:
+    """Where the loss is no number, whether what the ranks told each other was only ever added up."""
+    for rank, result in enumerate(seen.results):
+        loss, events = result["loss"], result["recording"].select(None, "")
+        trial.require(
+            trial.num_ranks == 1
+            or not isinstance(loss, Tensor)
+            or bool(loss.isfinite().all())
+            or not events
+            or any(event.kind != "all_reduce" or event.op != "SUM" for event in events),
+            f"the loss ({name}) is {loss}: what goes into exp, or comes out of it, is too large or too small",
+            help="dist.all_reduce adds unless it is told op=dist.ReduceOp.MAX.",
+            rank=rank,
+            cause="no largest logit of the whole row is subtracted before exp: nothing is reduced by MAX",
+        )
 
 
 def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:

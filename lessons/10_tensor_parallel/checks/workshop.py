@@ -218,6 +218,7 @@ def edited_model_starts_at_random(trial: Trial) -> None:
             trial.require(
                 torch.equal(weight, weights[0]),
                 f"{name} is the same on every rank in a dense layer, and starts with other numbers here",
-                help="Draw whole matrices and keep slices: then all ranks take as many random numbers.",
+                help="Ranks that were seeded alike draw alike as long as all take as many numbers, and none "
+                "seeds anew: draw whole matrices, and keep slices.",
                 rank=rank,
             )

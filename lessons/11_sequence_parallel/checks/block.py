@@ -82,8 +82,16 @@ def one_block(rank, config: dict, weights: dict, x: Tensor, upstream: Tensor) ->
     given = leaf * 1.0  # as the stream is: the norm's input counts as alive only if it is kept
     given.retain_grad()
     before = upstream.clone()
+    normed: list[int] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs: normed.append(inputs[0].numel()))
+        for name, module in block.named_modules()
+        if name in ("ln_1", "ln_2")
+    ]
     with rank.record(memory=True) as recording:
         y = block(given)
+        for hook in hooks:
+            hook.remove()
         mark_backward(recording)
         backward(y, upstream)
     held = describe(block)
@@ -94,6 +102,7 @@ def one_block(rank, config: dict, weights: dict, x: Tensor, upstream: Tensor) ->
         "gradient": None if given.grad is None else given.grad.clone(),
         "changed": not torch.equal(before, upstream) or not torch.equal(given, x),
         "twice": gradients_of(block),
+        "normed": normed,
         "recording": recording,
         **held,
         "evaluation": in_evaluation(block, x, upstream),
@@ -269,14 +278,20 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
         allowed = kept_bytes(seen.config, b, s, n, masks=False)
         for rank, recording in enumerate(each_rank(seen, "recording")):
             alive = alive_before_backward(recording)
+            whole_is_normed = n > 1 and b * s * h in seen.results[rank]["normed"]
             trial.require(
                 alive <= allowed + part // 2,
                 f"{alive:,} bytes are alive after the forward: {allowed:,} are expected if the linear "
                 "layers keep "
                 f"their gathered inputs, {allowed - 2 * (n - 1) * part:,} if they gather them again "
                 f"({seen.name})",
-                help="Norms and the stream have s/n tokens. What else is kept whole, (b, s, h)?",
+                help="Norms and the stream have s/n tokens: norm first, then gather."
+                if whole_is_normed
+                else "Norms and the stream have s/n tokens. What else is kept whole, (b, s, h)?",
                 rank=rank,
+                cause="tokens are gathered before a norm, which every rank then computes, and keeps, for all"
+                if whole_is_normed
+                else "",
             )
 
 
@@ -319,7 +334,7 @@ def refusal_probe(rank, config: dict) -> dict:
 def block_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
-    config = small_config(trial, n_head=heads, n_embd=heads * 12)  # the width divides; the heads do not
+    config = small_config(trial, n_head=heads, n_embd=heads * 12, dropout=0.1)  # the width divides
     refused(trial, heads, refusal_probe, config)
 
 

@@ -179,5 +179,5 @@ def refusal_probe(rank, config: dict) -> dict:
 def model_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
-    config = small_config(trial, n_head=heads, n_embd=heads * 12)
+    config = small_config(trial, n_head=heads, n_embd=heads * 12, dropout=0.1)
     refused(trial, heads, refusal_probe, config)

@@ -367,7 +367,12 @@ def merged_is_attention_to_both(trial: Trial) -> None:
 def a_block_that_was_not_seen_changes_nothing(trial: Trial) -> None:
     """Where one lse is -inf, on either side, the other block's out and lse come back."""
     for name in ("nothing in the first", "nothing in the second"):
-        require_merge(trial, name, "exp(-inf) is 0, which is right; lse_a - lse_b with an -inf may not be.")
+        require_merge(
+            trial,
+            name,
+            "exp(-inf) is 0, which is right; a difference of two lse with an -inf, or a sum that begins with "
+            "it, may not be: begin with the larger one.",
+        )
 
 
 @check("merge_attention")

@@ -108,6 +108,9 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
         "it is this rank's own sum, over the count of all": [x / counted.sum() for x, _ in by_rank],
         "what has no target is counted: padding, or the last position of all": losses.sum() / counted.numel(),
         "it is the sum, not the mean": losses.sum(),
+        "what follows a padded position is not predicted. It is what is predicted that may be padding": (
+            losses.masked_fill(tokens == -1, 0.0).sum() / (counted & (tokens != -1)).sum()
+        ),
     }
 
 

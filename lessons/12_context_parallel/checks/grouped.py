@@ -57,6 +57,7 @@ def require_values(trial: Trial, seen: SimpleNamespace) -> None:
         seen,
         lambda x: torch.cat([y.repeat(1, PER_GROUP, 1, 1) for y in x.chunk(min(n, a_kv), dim=1)], dim=1),
     )
+    in_turn = plainly(seen, lambda x: x[:, kv_of_heads_in_turn(n, a_kv)])
     found = [[r["out"] for r in seen.results], *([r["gradients"][i] for r in seen.results] for i in range(3))]
     for i, label in enumerate(("the output", *(f"the gradient of {x}" for x in "qkv"))):
         wrong = {
@@ -64,6 +65,8 @@ def require_values(trial: Trial, seen: SimpleNamespace) -> None:
             "i // (a / a_kv)": by_parts(seen, turns[i]),
             "of a rank's heads, head i of q meets head i % (a_kv / n) of k and v; heads that share one "
             "follow one another": by_parts(seen, by_rank[i]),
+            "heads are dealt out in turn, rank r's are r, r + n and so on, and what meets on a rank does not "
+            "belong together: a rank has heads that follow one another": by_parts(seen, in_turn[i]),
         }
         if i > 1:
             terms = of_heads(seen, i - 1)
@@ -88,6 +91,15 @@ def require_values(trial: Trial, seen: SimpleNamespace) -> None:
             help="repeat_interleave a block of k and v over its heads where you compute with it; its "
             "gradient is the sum over the heads of q that share it.",
         )
+
+
+def kv_of_heads_in_turn(num_ranks: int, num_kv: int) -> Tensor:
+    """By head of q: the head of k and v that it meets, where both are dealt out to the ranks in turn."""
+    if num_kv % num_ranks:
+        return torch.arange(num_kv).repeat_interleave(PER_GROUP)
+    heads = torch.arange(PER_GROUP * num_kv)
+    rank, own = heads % num_ranks, heads // num_ranks
+    return rank + num_ranks * (own // PER_GROUP)
 
 
 def of_heads(seen: SimpleNamespace, i: int) -> Tensor:

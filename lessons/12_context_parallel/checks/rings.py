@@ -51,13 +51,14 @@ PLAIN = Kind("ring_attention", plain_positions, 1)
 ZIGZAG = Kind("zigzag_ring_attention", zigzag_positions, 2)
 
 
-def hold_back(rank) -> bool:
+def hold_back(rank, stretch: str) -> bool:
     """On rank 0, before it starts: whether every other rank computes a block without a message from it."""
-    others = range(1, rank.num_ranks)
+    rank.tell(f"rank {rank.rank} begins {stretch}")
+    others = range(1, rank.num_ranks) if rank.rank == 0 else ()
     if not others or rank.device.type != "cpu":
         return True  # NCCL's first message connects the ranks, and waits for all of them
-    rank.hears([f"rank {r} begins" for r in others], BEGINNING)
-    return rank.hears([f"rank {r} computes" for r in others], PATIENCE)
+    rank.hears([f"rank {r} begins {stretch}" for r in others], BEGINNING)
+    return rank.hears([f"rank {r} computes {stretch}" for r in others], PATIENCE)
 
 
 def hold_second_hop(rank) -> bool:
@@ -70,13 +71,12 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = [x.detach().clone() for x in (q, k, v, upstream)]
     parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
-    rank.tell(f"rank {rank.rank} begins")
-    others_computed = rank.rank > 0 or hold_back(rank)
+    others_computed = hold_back(rank, "forward")
     heard: list[bool] = []
     last = rank.rank == rank.num_ranks - 1
     watch = Watch(
         length,
-        at_first_product=lambda: rank.tell(f"rank {rank.rank} computes"),
+        at_first_product=lambda: rank.tell(f"rank {rank.rank} computes forward"),
         hop=2 * k.numel() * k.element_size(),
         before_second_hop=None if last else lambda: heard.append(hold_second_hop(rank)),
         at_second_block=lambda: rank.tell("the second block") if last else None,
@@ -86,8 +86,10 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         settle()
         forward, long = list(watch.order), watch.long
         watch.before_second_hop = watch.at_second_block = None
+        watch.at_first_product = lambda: rank.tell(f"rank {rank.rank} computes backward")
         recording.mark(BACKWARD)
-        watch.long = ""
+        watch.long, watch.order = "", []
+        others_went_back = hold_back(rank, "backward")
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
         if fits:
             out.backward(upstream.transpose(1, 2))
@@ -95,6 +97,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         **went(out, fits, leaves, zip((q, k, v, upstream), before, strict=True)),
         "forward": forward,
         "others_computed": others_computed,
+        "others_went_back": others_went_back,
         "second_computed": all(heard),
         "long": [long, watch.long],
         "recording": recording,
@@ -232,6 +235,12 @@ def require_travel_while_computing(trial: Trial, seen: SimpleNamespace) -> None:
         f"the first hop travels while the first block is computed, and no other: rank {trial.num_ranks - 1} "
         "did not compute its second block before the second hop had arrived",
         help="At every step the same: start the hop, compute the block that is there, then wait.",
+    )
+    trial.require(
+        seen.results[0]["others_went_back"],
+        "rank 0 began its backward late, and some other rank did not compute with its own block before rank "
+        "0 had sent something: in backward the hop is waited for before the block is computed",
+        help="As in forward: start the hop, compute what the block that is there adds, then wait.",
     )
 
 

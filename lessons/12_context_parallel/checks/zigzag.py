@@ -238,7 +238,7 @@ def zigzag_messages_go_to_neighbours(trial: Trial) -> None:
 
 @check("zigzag_ring_attention")
 def zigzag_blocks_travel_while_one_is_computed(trial: Trial) -> None:
-    """In forward each block is computed while the next one is on its way, and not after it has arrived."""
+    """In both passes each block is computed while the next one is on its way, not after it has arrived."""
     rings.require_travel_while_computing(trial, trial.once(observe))
 
 

@@ -182,6 +182,12 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
         fixed = [dim for dim in sizes if dim not in dims]
         return sum(local[o] for o in range(num_ranks) if all(place(o, sizes)[d] == own[d] for d in fixed))
 
+    def along_one(rank: int, name: str, which: int) -> Tensor:
+        cut, own = PARAMETERS[name][1], place(rank, sizes)
+        fixed = [dim for dim in sizes if dim not in cut or dim != cut[which]]
+        same = (o for o in range(num_ranks) if all(place(o, sizes)[d] == own[d] for d in fixed))
+        return sum(own_squares[o].get(name, 0.0) for o in same)
+
     every = range(num_ranks)
     known: dict[str, Any] = {
         "what several ranks have counts once for each of them": root(sum(local)),
@@ -202,6 +208,11 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
         "what no dimension cuts is left out": root(sum(squares[n] for n, (_, c) in PARAMETERS.items() if c)),
         "it is averaged over the ranks": root(sum(local) / num_ranks),
     }
+    for which, told_which in ((0, "first"), (-1, "last")):
+        known[f"what two dimensions cut is added up along the {told_which} of them alone"] = Fault(
+            [root(sum(along_one(r, name, which) for name in PARAMETERS)) for r in every],
+            "A part is on one place along each dimension in `cut_along`: add up along all of them.",
+        )
     for dim in sizes:
         if sizes[dim] > 1:
             known[f'all of it is summed along "{dim}" alone'] = [root(group_sum(r, (dim,))) for r in every]
