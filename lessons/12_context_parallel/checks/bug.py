@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .shared import SIZES
 
@@ -108,8 +108,9 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
         "it is this rank's own sum, over the count of all": [x / counted.sum() for x, _ in by_rank],
         "what has no target is counted: padding, or the last position of all": losses.sum() / counted.numel(),
         "it is the sum, not the mean": losses.sum(),
-        "what follows a padded position is not predicted. It is what is predicted that may be padding": (
-            losses.masked_fill(tokens == -1, 0.0).sum() / (counted & (tokens != -1)).sum()
+        "what follows a padded position is not predicted": Fault(
+            losses.masked_fill(tokens == -1, 0.0).sum() / (counted & (tokens != -1)).sum(),
+            "Leave out a position whose next token is -1, and no other.",
         ),
     }
 

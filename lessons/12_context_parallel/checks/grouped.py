@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Recording, Trial
+from grader.checks import Fault, Recording, Trial
 
 from .ring_slips import by_parts
 from .rings import Kind
@@ -66,7 +66,10 @@ def require_values(trial: Trial, seen: SimpleNamespace) -> None:
             "of a rank's heads, head i of q meets head i % (a_kv / n) of k and v; heads that share one "
             "follow one another": by_parts(seen, by_rank[i]),
             "heads are dealt out in turn, rank r's are r, r + n and so on, and what meets on a rank does not "
-            "belong together: a rank has heads that follow one another": by_parts(seen, in_turn[i]),
+            "belong together": Fault(
+                by_parts(seen, in_turn[i]),
+                "A rank has heads that follow one another: cut them with chunk(n).",
+            ),
         }
         if i > 1:
             terms = of_heads(seen, i - 1)
