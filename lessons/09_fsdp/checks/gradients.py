@@ -173,7 +173,7 @@ def no_gradient_waits_for_others(trial: Trial) -> None:
 
 
 def measure(rank: Any, seed: int, x: Tensor) -> dict:
-    """One step: what is alive and what travels when."""
+    """One step, and another one's backward: what is alive and what travels when."""
     with rank.record(memory=True) as recording:
         model = build(Chain, seed).to(rank.device)
         wrapped = wrap(rank, model)
@@ -191,6 +191,12 @@ def measure(rank: Any, seed: int, x: Tensor) -> dict:
         recording.mark("step")
         optimizer.step()
         recording.mark("over")
+        optimizer.zero_grad()
+        loss = wrapped(x)[1]
+        recording.mark("second backward")
+        loss.backward()
+        recording.mark("second finish")
+        wrapped.finish_gradient_synchronization()
     return {"recording": recording}
 
 
@@ -241,6 +247,14 @@ def gradients_leave_during_backward(trial: Trial) -> None:
             "register_hook takes is called before. A bucket that holds the whole model leaves last.",
             rank=r,
             cause=in_one_piece(recording),
+        )
+        first, second = (recording.bytes(after=name) for name in ("backward", "second backward"))
+        trial.require(
+            second >= 0.9 * first,
+            f"the first step's backward sends {first:,} bytes, and the second's {second:,}",
+            help="Each backward begins anew: what counts gradients, or lists buckets, is set back.",
+            rank=r,
+            cause="gradients leave during the first backward alone, and wait for finish_… in the next",
         )
         # At the end of backward there are a share of all, and a few whole ones on their way.
         held = recording.alive("finish") - recording.alive("forward")

@@ -36,13 +36,18 @@ def prefetch_changes_no_number(trial: Trial) -> None:
 
 
 def step_ahead(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
-    """A step with prefetch: what was gathered by when, and what was alive."""
+    """The second step with prefetch: what was gathered by when, and what was alive."""
     with rank.record(memory=True) as recording:
         model = build(deep_gpt, seed).to(rank.device)
-        watch(model, recording)
+        phase = watch(model, recording)
+        phase[0] = ""
         sharded = rank.submission.FullySharded(model, rank.group, prefetch=True)
         del model
+        sharded(*batch)[1].backward()
+        for shard in sharded.parameters():
+            shard.grad = None
         settle()
+        phase[0] = "forward"
         recording.mark("step")
         sharded(*batch)[1].backward()
     return {"recording": recording}

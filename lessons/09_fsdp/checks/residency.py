@@ -18,11 +18,14 @@ from .wire import SMALL, padded_bytes, require_travelled, travelled
 def watch(model: nn.Module, recording: Any) -> list[str]:
     """Mark the moments at which a block's attention computes: "forward 3", and the same block's "backward 3".
 
-    Who writes another word into the returned list has the next forwards called by it.
+    Who writes another word into the returned list has the next forwards called by it; with "" nothing is
+    marked.
     """
     phase = ["forward"]
 
     def enter(number: int, args: tuple[Tensor, ...]) -> None:
+        if not phase[0]:
+            return
         recording.mark(f"{phase[0]} {number}")
         if args[0].requires_grad:
             args[0].register_hook(lambda gradient: recording.mark(f"backward {number}"))
