@@ -184,16 +184,26 @@ def what_needs_no_gradient_gets_none(trial: Trial) -> None:
 
 
 def observe_bytes(trial: Trial) -> SimpleNamespace:
-    """Forty chunks of a head that is narrow: logits are nearly all that it makes."""
+    """Forty chunks of a head that is narrow: logits are nearly all that it makes.
+
+    And two batches that do not divide: of one chunk and a rest, and of three and a rest.
+    """
     size, width, vocabulary = trial.integer(6, 8), 4, trial.integer(3900, 4000)
     tokens = NUM_CHUNKS * size
     given = inputs(trial, tokens, width, vocabulary)
-    mine, all_at_once = (
-        trial.run(step, how, size, 1.0, (True, True), *given)[0]["recording"] for how in ("mine", "whole")
-    )
+
+    def record(how: str, count: int) -> Any:
+        x, weight, targets = given
+        part = x[:count].clone(), weight, targets[:count].clone()
+        return trial.run(step, how, size, 1.0, (True, True), *part)[0]["recording"]
+
+    mine, all_at_once = record("mine", tokens), record("whole", tokens)
+    uneven = (size + trial.integer(2, size - 1), 3 * size + trial.integer(2, size - 1))
+    recordings = {tokens: mine} | {count: record("mine", count) for count in uneven}
     return SimpleNamespace(
         mine=mine,
         whole=all_at_once,
+        largest={count: recording.largest_elements for count, recording in recordings.items()},
         size=size,
         vocabulary=vocabulary,
         logits=BYTES * size * vocabulary,  # of one chunk
@@ -203,21 +213,36 @@ def observe_bytes(trial: Trial) -> SimpleNamespace:
     )
 
 
+def other_cut(seen: SimpleNamespace) -> str:
+    """The other way to cut that gives the largest number of tokens in every batch; "" if none does."""
+    size = seen.size
+    cuts = {
+        f"it makes {size} chunks: chunk_size is how many tokens a chunk has": lambda n: -(-n // size),
+        "the logits of all tokens exist before they are cut": lambda n: n,
+        "it makes N // chunk_size chunks of equal length: where that leaves a rest, they are longer than "
+        "chunk_size. Round up": lambda n: -(-n // (n // size)),
+        "the last chunk takes the rest too: it is longer than chunk_size": lambda n: size + n % size,
+    }
+    found = {tokens: largest // seen.vocabulary for tokens, largest in seen.largest.items()}
+    for text, longest in cuts.items():
+        if all(longest(n) == rows or max(longest(n), rows) <= size for n, rows in found.items()):
+            return text
+    return ""
+
+
 @check("chunked_cross_entropy")
 def logits_exist_for_one_chunk_at_a_time(trial: Trial) -> None:
     """No tensor has the logits of more than one chunk, and backward makes them a chunk at a time, too."""
     seen = trial.once(observe_bytes)
-    largest, rows = seen.mine.largest_elements, seen.mine.largest_elements // seen.vocabulary
-    trial.require(
-        rows <= seen.size,
-        f"with chunks of {seen.size} tokens a tensor has {largest:,} numbers: the logits of {rows} tokens",
-        help="Cut x first, and compute the logits of a chunk: x[i : i + chunk_size] @ weight.T.",
-        cause=f"it makes {seen.size} chunks: chunk_size is how many tokens a chunk has"
-        if rows == NUM_CHUNKS
-        else "the logits of all tokens exist before they are cut"
-        if rows == NUM_CHUNKS * seen.size
-        else "",
-    )
+    for tokens, largest in seen.largest.items():
+        rows = largest // seen.vocabulary
+        trial.require(
+            rows <= seen.size,
+            f"with chunks of {seen.size} of {tokens} tokens a tensor has {largest:,} numbers: the logits of "
+            f"{rows} tokens",
+            help="Cut x first, and compute the logits of a chunk: x[i : i + chunk_size] @ weight.T.",
+            cause=other_cut(seen),
+        )
     after, many = seen.mine.alive("after the forward"), NUM_CHUNKS * seen.logits // 2
     trial.require(
         after <= seen.gradients + seen.logits + seen.states,
