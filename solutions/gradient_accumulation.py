@@ -29,7 +29,7 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
     Args:
         model: called like a GPT: `model(rows, goals)` gives logits and the mean loss over those of its
             targets that are not -1. Call it once for each micro-batch; where no target counts it may be
-            left out.
+            left out. Use the loss that it gives: it need not be the cross entropy of those logits.
         inputs, targets: tokens and next tokens (b, s); a target of -1 does not count. At least one counts; a
             micro-batch may have none.
         num_microbatches: k; where b is not divisible by it, micro-batches differ in size.

@@ -43,6 +43,8 @@ class Case:
     frozen: tuple[str, ...] = ()
     broken: bool = False
     """A weight is NaN."""
+    smoothing: float = 0.0
+    """Above 0, the model's loss is not the plain cross entropy of its logits."""
 
     @property
     def told(self) -> str:
@@ -54,7 +56,7 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The probe: what a call leaves behind, and what the model saw meanwhile."""
     results = []
     for case in cases:
-        model = build(GPTConfig(**case["config"]), case["seed"]).to(rank.device)
+        model = build(GPTConfig(**case["config"]), case["seed"], case["smoothing"]).to(rank.device)
         model.train(case["training"])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in case["frozen"])
@@ -196,17 +198,25 @@ def slips(case: Case) -> dict[str, list[Part]]:
     return found
 
 
+NOT_ITS_LOSS = "it is that of the plain cross entropy of the logits: this model returns another loss"
+
+
 def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help: str) -> None:
     """Loss and gradients are those of one pass over the whole batch."""
     for case, result in seen:
-        loss, added = weighted(case.config, case.seed, [(case.inputs, case.targets, 1.0)])
+        whole = [(case.inputs, case.targets, 1.0)]
+        loss, added = weighted(case.config, case.seed, whole, case.smoothing)
         before = {name: value.double() for name, value in (case.before or {}).items()}
         expected = {
             name: before.get(name, 0.0) + truth for name, truth in added.items() if name not in case.frozen
         }
         right = all(agree(result["gradients"][name], truth) for name, truth in expected.items())
         wrong = {} if right and agree(result["loss"], loss) else slips(case)  # they take time to compute
-        found = {text: weighted(case.config, case.seed, parts) for text, parts in wrong.items()}
+        found = {
+            text: weighted(case.config, case.seed, parts, case.smoothing) for text, parts in wrong.items()
+        }
+        if wrong and case.smoothing:
+            found[NOT_ITS_LOSS] = weighted(case.config, case.seed, whole)
         pieces = microbatches(case) if wrong else {}
         factors = {
             "the number of micro-batches": float(case.num_microbatches),
@@ -237,7 +247,9 @@ def microbatches(case: Case) -> dict[str, Any]:
     """What each micro-batch adds, and what was there before: the terms of a gradient."""
     every = counted(case.targets)
     found: dict[str, Any] = {
-        f"micro-batch {j}": weighted(case.config, case.seed, [(rows, goals, counted(goals) / every)])
+        f"micro-batch {j}": weighted(
+            case.config, case.seed, [(rows, goals, counted(goals) / every)], case.smoothing
+        )
         for j, (rows, goals) in enumerate(split(case))
         if counted(goals)
     }
@@ -296,6 +308,11 @@ def observe_kept(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
     return observe(trial, cases)
 
 
+def observe_own_loss(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
+    cases = (batch(trial, 6, 3, smoothing=0.3), ignoring(trial, batch(trial, 5, 2, smoothing=0.1)))
+    return observe(trial, list(cases))
+
+
 def observe_modes(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
     config = draw_config(trial, dropout=0.2)
     frozen = ("transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight")
@@ -320,7 +337,7 @@ def every_counted_target_weighs_the_same(trial: Trial) -> None:
 @check("accumulate_gradients")
 def a_microbatch_may_count_nothing(trial: Trial) -> None:
     """A micro-batch whose targets are all ignored, the first, a middle or the last one, adds nothing."""
-    help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum, or work with sums of losses."
+    help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum."
     require_one_pass(trial, trial.once(observe_empty)[:-1], help)
 
 
@@ -353,6 +370,15 @@ def gradients_are_added_to(trial: Trial) -> None:
     """What stood in .grad before the call stays, and the batch's gradient is added to it."""
     help = "No zero_grad here, and nothing that scales .grad as a whole: the caller may have put it there."
     require_one_pass(trial, trial.once(observe_kept), help)
+
+
+@check("accumulate_gradients")
+def the_loss_is_the_models(trial: Trial) -> None:
+    """Where a model's loss is not the plain cross entropy of its logits, its own is the one that counts."""
+    help = (
+        "Use the loss that the model returns, model(rows, goals)[1]: it may be made otherwise, or elsewhere."
+    )
+    require_one_pass(trial, trial.once(observe_own_loss), help)
 
 
 @check("accumulate_gradients")

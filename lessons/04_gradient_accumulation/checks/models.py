@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grader.checks import Trial, drawn_with
@@ -26,10 +27,23 @@ def draw_config(trial: Trial, dropout: float = 0.0) -> GPTConfig:
     )
 
 
-def build(config: GPTConfig, seed: int) -> GPT:
+class Smoothed(GPT):
+    """A GPT with a loss of its own: of what it wants, a share `smoothing` goes to all tokens alike."""
+
+    def __init__(self, config: GPTConfig, smoothing: float) -> None:
+        super().__init__(config)
+        self.smoothing = smoothing
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=self.smoothing
+        )
+
+
+def build(config: GPTConfig, seed: int, smoothing: float = 0.0) -> GPT:
     """The model with the weights that this seed gives; the global random state stays as it was."""
     with drawn_with(seed):
-        return GPT(config)
+        return Smoothed(config, smoothing) if smoothing else GPT(config)
 
 
 def gradients(model: GPT) -> dict[str, Tensor | None]:
@@ -37,9 +51,11 @@ def gradients(model: GPT) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def weighted(config: GPTConfig, seed: int, parts: Iterable[Part]) -> tuple[Tensor, Gradients]:
+def weighted(
+    config: GPTConfig, seed: int, parts: Iterable[Part], smoothing: float = 0.0
+) -> tuple[Tensor, Gradients]:
     """The weighted sum of the parts' mean losses, and its gradient, in float64 and without dropout."""
-    model = build(config, seed).double().eval()
+    model = build(config, seed, smoothing).double().eval()
     total = torch.zeros((), dtype=torch.float64)
     for rows, goals, weight in parts:
         loss = model(rows, goals)[1] * weight
