@@ -84,8 +84,9 @@ def train_epoch(
     A micro-batch is a pair of tokens and next tokens (b, s); shapes differ, and so does the number of
     targets that count (-1 does not). A micro-batch may have none, where another of its step has some.
     A step is what one batch with all counted targets of its micro-batches would give: the gradient of
-    their mean loss, clipped to norm 1, one step of the optimizer and one of the scheduler. What stood in
-    `.grad` before the epoch does not count. The memory is that of the largest micro-batch.
+    their mean loss, clipped to norm 1, one step of the optimizer and one of the scheduler. The optimizer
+    may hold some of the model's parameters only. What stood in any `.grad` before the epoch does not count.
+    The memory is that of the largest micro-batch.
 
     Returns the mean loss of each step.
     """
@@ -94,7 +95,7 @@ def train_epoch(
     for first in range(0, len(microbatches), accumulate):
         together = microbatches[first : first + accumulate]
         counted = sum((targets != -1).sum() for _, targets in together)
-        optimizer.zero_grad()
+        model.zero_grad()  # the optimizer may hold fewer parameters than the norm counts
         total = 0.0
         for inputs, targets in together:
             loss = model(inputs, targets)[1]

@@ -54,7 +54,7 @@ def largest_microbatch(config, memory_bytes, recipe, sequence_length):
 def train_epoch(model, optimizer, scheduler, microbatches, accumulate):
     """One pass over the micro-batches: sums of losses, and one division of the gradients before the step."""
     losses, total, number = [], 0.0, 0
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     for i, (inputs, targets) in enumerate(microbatches, start=1):
         loss = summed_loss(model(inputs, targets)[0], targets)
         loss.backward()
@@ -65,7 +65,7 @@ def train_epoch(model, optimizer, scheduler, microbatches, accumulate):
                     parameter.grad /= number
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             scheduler.step()
             losses.append(total / number)
             total, number = 0.0, 0

@@ -35,19 +35,20 @@ def train(
     accumulate: int,
     num_epochs: int = 1,
     left: bool = False,
+    part: bool = False,
 ) -> dict[str, Any]:
     """The probe: what the optimizer found at each of its steps, and what the epochs left behind."""
     model = make(GPTConfig(**config), seed, sharpness).to(rank.device)
     if left:
         leave_gradients(model)
-    optimizer, scheduler = tools(model)
+    optimizer, scheduler = tools(model, part)
     steps: list[dict[str, Any]] = []
     shapes: list[tuple[int, ...]] = []
     losses = []
     attached = False
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        steps.append({"gradient": gradient_of(model), "rate": optimizer.param_groups[0]["lr"]})
+        steps.append({"gradient": gradient_of(optimizer), "rate": optimizer.param_groups[0]["lr"]})
 
     optimizer.register_step_pre_hook(look)
     model.transformer.wte.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
@@ -83,7 +84,7 @@ def measure(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> l
 
 def observe(trial: Trial, case: Any, num_epochs: int = 1) -> SimpleNamespace:
     arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate)
-    result = trial.run(train, *arguments, num_epochs, case.left)[0]
+    result = trial.run(train, *arguments, num_epochs, case.left, case.part)[0]
     return SimpleNamespace(case=case, result=result, expected=epochs(case, num_epochs), num_epochs=num_epochs)
 
 
@@ -192,6 +193,11 @@ def observe_left_over(trial: Trial) -> SimpleNamespace:
     return observe(trial, draw(trial, 7, 3, sharpness=0.3, left=True), num_epochs=2)
 
 
+def observe_part(trial: Trial) -> SimpleNamespace:
+    """Gradients so small that none is clipped, with those of what the optimizer does not hold or without."""
+    return observe(trial, draw(trial, 4, 2, sharpness=0.3, left=True, part=True))
+
+
 def observe_short(trial: Trial) -> SimpleNamespace:
     """Fewer micro-batches than a step takes; the middle one counts nothing."""
     return observe(trial, draw(trial, 3, 5, sharpness=0.3, empty=1))
@@ -264,6 +270,13 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
             seen.expected.weights,
             help="After the last group: clip, step, scheduler, as after every other.",
         )
+
+
+@check("train_epoch")
+def the_optimizer_may_hold_a_part(trial: Trial) -> None:
+    """Where the optimizer holds some of the parameters only, old gradients of the others do not count."""
+    help = "optimizer.zero_grad() clears what it holds, and model.zero_grad() all that the norm counts."
+    require_gradients(trial, trial.once(observe_part), help)
 
 
 @check("train_epoch")

@@ -29,22 +29,25 @@ def make(config: GPTConfig, seed: int, sharpness: float) -> GPT:
 
 
 def leave_gradients(model: nn.Module) -> None:
-    """Something in every `.grad`, as a step before the epoch may have left it."""
+    """Something large in every `.grad`, as a step before the epoch may have left it."""
     for parameter in model.parameters():
-        parameter.grad = parameter.detach().clone()
+        parameter.grad = 10 * parameter.detach()
 
 
-def tools(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+def tools(model: GPT, part: bool = False) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler.
+
+    `part`: it holds the parameters of the blocks alone.
+    """
+    trained = model.transformer.h if part else model
+    optimizer = torch.optim.SGD(trained.parameters(), lr=RATE)
     return optimizer, LambdaLR(optimizer, lambda step: DECAY**step)
 
 
-def gradient_of(model: nn.Module) -> Tensor:
-    """All gradients, end to end."""
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
-    ).clone()
+def gradient_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """All gradients of what it holds, end to end."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in held]).clone()
 
 
 @dataclass
@@ -55,6 +58,8 @@ class Slip:
     clip_each: bool = False
     clip: bool = True
     zero: bool = True
+    zero_held: bool = False
+    """What the optimizer does not hold keeps its gradients, and the norm counts them."""
     by_value: bool = False
     early: bool = False
     """The scheduler comes before the optimizer."""
@@ -78,10 +83,12 @@ def draw(
     even: bool = False,
     empty: int | None = None,
     left: bool = False,
+    part: bool = False,
 ) -> Any:
     """Micro-batches of other shapes with other counts; `even`: all alike, and every target counts.
 
-    The `empty`-th counts none; `left`: something stands in `.grad` before the epoch.
+    The `empty`-th counts none; `left`: something stands in `.grad` before the epoch; `part`: the optimizer
+    holds some of the parameters alone.
     """
     config = GPTConfig(
         block_size=12, vocab_size=trial.integer(19, 29), n_layer=1, n_head=2, n_embd=8, bias=False
@@ -104,6 +111,7 @@ def draw(
         batches=batches,
         accumulate=accumulate,
         left=left,
+        part=part,
     )
 
 
@@ -149,13 +157,15 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
     model = make(case.config, case.seed, case.sharpness).double()
     if case.left:
         leave_gradients(model)
-    optimizer, scheduler = tools(model)
+    optimizer, scheduler = tools(model, case.part)
     seen = SimpleNamespace(gradients=[], losses=[], rates=[], weights=None)
     for _ in range(num_epochs):
         seen.losses.append([])
         for group in groups(case):
-            if slip.zero:
+            if slip.zero_held:
                 optimizer.zero_grad()
+            elif slip.zero:
+                model.zero_grad()
             total = 0.0
             for inputs, goals in counting(group, slip):
                 loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
@@ -175,7 +185,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.early:
                 with warnings.catch_warnings(action="ignore"):  # torch tells of it, too
                     scheduler.step()
-            seen.gradients.append(gradient_of(model))
+            seen.gradients.append(gradient_of(optimizer))
             seen.rates.append(optimizer.param_groups[0]["lr"])
             seen.losses[-1].append(total)
             optimizer.step()
@@ -203,6 +213,8 @@ SLIPS = {
     "what stood in .grad before is still there: zero_grad belongs before each group's first backward": Slip(
         zero=False
     ),
+    "what stood in .grad of parameters that the optimizer does not hold is still there, and the norm counts "
+    "it": Slip(zero_held=True),
     "a group ends at a micro-batch without counted targets: what comes after it is not run": Slip(stops=True),
     "0 times NaN: the mean of a micro-batch without counted targets is 0/0": Slip(zero_times_nan=True),
     "clipped before it is divided: the norm of a sum of losses is larger than that of their mean": Slip(
