@@ -217,6 +217,12 @@ def with_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
         ),
         (
             "scores",
+            "the core's three matrices are of (b, a, s, s), and s is sequence_length: these are of "
+            "config.block_size, which a sequence may be shorter than",
+            3 * (scores // s**2 * c.block_size**2 - scores),
+        ),
+        (
+            "scores",
             f"{plain}. Here it has the fused one's log-sum-exp",
             fused,
         ),
