@@ -204,6 +204,8 @@ def other_blocks(ran: list[int], every: int) -> str:
 def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
     """Backward runs every block once more, in groups of `every` blocks; one group may be shorter."""
     seen = ready(trial)
+    groups_of_blocks = "Blocks 0 to every-1 are one group, computed again together; then comes the next."
+    strides = taken_for_a_stride({every: mine["backward"] for every, mine in seen.mine.items()})
     for every, mine in seen.mine.items():
         where = f"every={every}, {NUM_BLOCKS} blocks: "
         trial.equal(
@@ -217,7 +219,8 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
         trial.require(
             not missing,
             f"{where}backward does not compute block {', '.join(map(str, missing))} again",
-            help="Every block belongs to a group, the last ones too.",
+            help=groups_of_blocks if strides else "Every block belongs to a group, the last ones too.",
+            cause=strides,
         )
         trial.require(
             sorted(order) == list(range(NUM_BLOCKS)),
@@ -231,8 +234,19 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
             len(groups) == needed and max(sizes) <= every,
             f"{where}backward computes groups of {', '.join(map(str, sizes))} blocks; they should be "
             f"{needed}, none longer than {every}",
-            help="Blocks 0 to every-1 are one group, computed again together; then comes the next.",
+            help=groups_of_blocks,
         )
+
+
+def taken_for_a_stride(again: dict[int, list[int]]) -> str:
+    """In words, that backward runs one block of each group and no more, for every length; else ""."""
+    for first in (lambda every: 0, lambda every: every - 1):
+        if all(sorted(ran) == [*range(first(every), NUM_BLOCKS, every)] for every, ran in again.items()):
+            return (
+                "one block in `every` is checkpointed, by itself, and those between keep all that they have: "
+                "`every` is the length of a group, not a stride"
+            )
+    return ""
 
 
 def consecutive(order: list[int]) -> list[list[int]]:
