@@ -369,7 +369,8 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     """Give each rank a part of the sequence. Changes and returns the given GPT, which is the same everywhere.
 
     Call it as before, with the same whole batch on every rank: each rank takes its own tokens out of it, and
-    their positions in the sequence. The loss is the mean over all targets that are not -1, the same on every
+    their positions in the sequence. Keys and values travel as in `ring_attention`, and no state of the model
+    is as long as the sequence. The loss is the mean over all targets that are not -1, the same on every
     rank, even if a rank has none of them. After `loss.backward()` every gradient is complete, and the same on
     every rank; a second backward adds to it as usual. Attention probabilities are not dropped. The other
     dropouts stay on. Parameter names stay GPT's. Without targets (a star) every rank gets the logits of the

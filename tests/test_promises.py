@@ -1,5 +1,7 @@
 """Every sentence of an exercise's docstring is a promise: a mistake breaks it, or it says why none can."""
 
+import ast
+
 import pytest
 
 from grader.judging.course import Lesson, lessons
@@ -27,6 +29,22 @@ def test_every_sentence_has_a_mistake_that_breaks_it(lesson: Lesson) -> None:
 def test_every_mistake_quotes_what_it_breaks(lesson: Lesson) -> None:
     silent = [f"{m.exercise}: {m.name}" for m in BANK if m.lesson == lesson and not m.breaks]
     assert not silent, "\n".join(silent)
+
+
+@pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.slug)
+def test_a_program_that_is_given_promises_what_the_reference_does(lesson: Lesson) -> None:
+    """A learner reads the docstring in the notebook, and mistakes are held to the one in the reference."""
+    documented = promises(lesson)
+    for name, node in lesson.given.items():
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and name in documented:
+            told = sentences(ast.get_docstring(node) or "")
+            reference = next(n for n in ast.parse(lesson.solution.read_text()).body if named(n, name))
+            assert told == sentences(ast.get_docstring(reference) or "")
+
+
+def named(node: ast.AST, name: str) -> bool:
+    """Whether it defines this name."""
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
 
 
 def test_a_description_has_a_reason() -> None:

@@ -72,7 +72,7 @@ def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool,
                     f"{what} ({seeds})",
                     help="Draw a seed for each dropout, send rank 0's to all ranks, add group.rank(), and "
                     "seed the dropout's generator with that. (With group.rank() alone every dropout of a "
-                    "rank would draw the same masks.)",
+                    "rank would draw the same masks. A CPU's generator reads the lower 32 bits of a seed.)",
                     cause="one mask for different tokens: share_dropout of lesson 10, or the ranks' "
                     "common seed",
                     rank=rank,
