@@ -23,7 +23,7 @@ from .models import (
 
 
 def fill(rank: Any, x: Tensor) -> dict:
-    """Two steps of the chain for each bucket size: room for 1, 2 and all 6 gradients. What the first did."""
+    """Two steps of the chain for each bucket size: room for 1, 2 and all 6 gradients. What each step did."""
     recordings, means, again = {}, {}, {}
     for layers in (1, 2, 6):
         model = build(chain, 1).to(rank.device)
@@ -38,6 +38,7 @@ def fill(rank: Any, x: Tensor) -> dict:
         model.zero_grad()
         with rank.record() as again[layers]:
             wrapped(x).square().mean().backward()
+            again[layers].mark("finish")
             wrapped.finish_gradient_synchronization()
     return {"recordings": recordings, "gradients": means, "again": again}
 
@@ -196,11 +197,12 @@ def bytes_are_those_of_the_dtype(trial: Trial) -> None:
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def first_bucket_leaves_before_backward_ends(trial: Trial) -> None:
-    """The first all-reduce starts while backward is still computing."""
+    """The first all-reduce starts while backward is still computing, in the second step as in the first."""
     for r, result in enumerate(trial.once(observe_buckets).results):
         recording = result["recordings"][1]
         sent = recording.select("all_reduce")
-        if sent and sent[0].index < recording.last_compute():
+        if leaves_early(recording):
+            require_early_again(trial, r, result["again"][1])
             continue
         cause, help = why_late(trial, sent)
         trial.wrong(
@@ -210,6 +212,28 @@ def first_bucket_leaves_before_backward_ends(trial: Trial) -> None:
             help=help,
             rank=r,
         )
+
+
+def leaves_early(recording: Recording) -> bool:
+    """Whether an all-reduce starts before the last matrix product."""
+    sent = recording.select("all_reduce")
+    return bool(sent) and sent[0].index < recording.last_compute()
+
+
+def require_early_again(trial: Trial, rank: int, recording: Recording) -> None:
+    """The second step, where the first one has sent in time."""
+    sent = recording.select("all_reduce")
+    trial.require(
+        leaves_early(recording),
+        "in the second step no gradient was sent before the last matrix product of backward, as one was in "
+        "the first: from then on the network idles, then the processor",
+        cause="only in the first step do buckets leave during backward: in the second, all of them leave in "
+        "finish_gradient_synchronization()"
+        if sent and all(event.after == "finish" for event in sent)
+        else "",
+        help="When a pass is finished, begin anew: no bucket has left, and all wait to be sent.",
+        rank=rank,
+    )
 
 
 def fill_by_one(rank: Any) -> dict:
