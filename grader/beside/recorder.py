@@ -156,6 +156,8 @@ class Recorder(TorchDispatchMode):
         if event is not None and func.namespace == "c10d":
             self.flights.started(func, args, event, result)
         if self._window is not None:
+            if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
+                self._window.saw_wait()
             self._window.see(func, args, kwargs, result, event, self._index)
         return result
 

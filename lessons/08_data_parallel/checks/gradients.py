@@ -60,7 +60,13 @@ def average(
     F.cross_entropy(model(tokens, order), targets).backward()
     with rank.record() as recording:
         rank.submission.all_reduce_gradients(model, rank.group)
-    return {"gradients": gradients(model), "weights": weights(model), "recording": recording}
+        means = gradients(model)  # what a functional collective returns waits when it is read
+    return {
+        "gradients": means,
+        "weights": weights(model),
+        "recording": recording,
+        "device": rank.device.type,
+    }
 
 
 def observe_average(
@@ -183,3 +189,21 @@ def every_gradient_is_sent_once(trial: Trial) -> None:
     size = sum(weight.numel() * 4 for name, weight in seen.starts[0].items() if name != "frozen.weight")
     for r, result in enumerate(seen.results):
         require_bytes(trial, r, result["recording"], size)
+
+
+@check("all_reduce_gradients")
+def every_all_reduce_is_over(trial: Trial) -> None:
+    """When the call returns, every all-reduce is over: each one that was started was waited for."""
+    for r, result in enumerate(trial.once(observe_all_used).results):
+        if result["device"] != "cpu":
+            return  # NCCL's collectives wait for each other, and what computes next waits for the last
+        recording = result["recording"]
+        started, waits = recording.count(), recording.waits()
+        trial.require(
+            waits >= started,
+            "a gradient may not be the mean yet when the call returns",
+            cause=f"it starts {started} communications and waits for {waits} of them: that one is over says "
+            "nothing of those that were started before it",
+            help="Keep every handle that async_op=True returns, and call wait() on each.",
+            rank=r,
+        )
