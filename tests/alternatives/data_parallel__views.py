@@ -33,9 +33,9 @@ def all_reduce_gradients(model, group):
 
 
 def share_loss(loss_sum, num_counted, group):
-    average = loss_sum.new_tensor(float(num_counted))
+    average = loss_sum.new_tensor(float(num_counted), dtype=torch.float64)
     dist.all_reduce(average, op=dist.ReduceOp.AVG, group=group)
-    return loss_sum.div(average)
+    return loss_sum.div(average.to(loss_sum.dtype))
 
 
 class DataParallel(nn.Module):

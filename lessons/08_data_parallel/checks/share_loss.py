@@ -28,21 +28,32 @@ class Case:
 
     counts: list[int]
     as_tensor: bool = False
-    double: bool = False
+    dtype: torch.dtype = torch.float32
+    """Of loss_sum."""
+    most_rows: int | None = None
+    """Of which losses there are; None is as many as targets."""
 
     def __str__(self) -> str:
         kind = "a tensor" if self.as_tensor else "an int"
-        return f"{', '.join(map(str, self.counts))} counted targets by rank, num_counted {kind}"
+        half = ", loss_sum float16" if self.dtype == torch.float16 else ""
+        return f"{', '.join(map(str, self.counts))} counted targets by rank, num_counted {kind}{half}"
+
+
+MEAN_COUNT = 2**15
+"""Of targets of a rank: those of two ranks are one more than the most that float16 rounds to."""
+HALF_DIGITS = 5e-3
+"""What a float16 sum of losses is off by, also where its quotient by a whole number is a float32."""
+FEW_SUM = 4000.0
+"""The sum of a rank's losses then: n times as much is in reach of float16, and the mean is no tiny number."""
 
 
 def weigh(rank: Any, start: Tensor, cases: list[dict]) -> list[dict]:
     """Losses of a line through numbers, summed here; what share_loss makes of the sum; its backward."""
     answers = []
     for case in cases:
-        dtype = torch.float64 if case["double"] else torch.float32
-        weight = start.to(dtype, copy=True).requires_grad_()
-        loss_sum = (case["rows"].to(dtype) @ weight).square().sum()
-        before, count = loss_sum.detach().clone(), len(case["rows"])
+        weight = start.to(case["rows"].dtype, copy=True).requires_grad_()
+        loss_sum = (case["rows"] @ weight).square().sum()
+        before, count = loss_sum.detach().clone(), case["count"]
         given = torch.tensor(count, device=rank.device) if case["as_tensor"] else count
         with rank.record() as recording:
             part = rank.submission.share_loss(loss_sum, given, rank.group)
@@ -66,25 +77,37 @@ def weigh(rank: Any, start: Tensor, cases: list[dict]) -> list[dict]:
 
 def observe(trial: Trial, cases: list[Case]) -> SimpleNamespace:
     """`answers[i][r]` is what rank r made of case i; the truth is of one process that has all rows."""
-    n, start = trial.num_ranks, trial.normal(3)
-    rows = [[trial.normal(count, 3) for count in case.counts] for case in cases]
+    n, start = trial.num_ranks, trial.normal(3).half().float()
+    rows = [[draw(trial, case, count, start) for count in case.counts] for case in cases]
     per_rank = [
         (
             [
-                {"rows": mine[r], "as_tensor": case.as_tensor, "double": case.double}
+                {
+                    "rows": mine[r].to(case.dtype),
+                    "count": case.counts[r],
+                    "as_tensor": case.as_tensor,
+                }
                 for case, mine in zip(cases, rows, strict=True)
             ],
         )
         for r in range(n)
     ]
     results = trial.run(weigh, start, per_rank=per_rank)
-    truths = [truth(start, mine) for mine in rows]
+    truths = [truth(start, mine, sum(case.counts)) for case, mine in zip(cases, rows, strict=True)]
     return SimpleNamespace(
         cases=cases, answers=[[result[i] for result in results] for i in range(len(cases))], truths=truths
     )
 
 
-def truth(start: Tensor, rows: list[Tensor]) -> SimpleNamespace:
+def draw(trial: Trial, case: Case, count: int, start: Tensor) -> Tensor:
+    """A rank's rows; where few stand for many, their losses add up to what so many would have."""
+    if case.most_rows is None:
+        return trial.normal(count, 3)
+    rows = trial.normal(case.most_rows, 3)
+    return (rows * (FEW_SUM / (rows @ start).square().sum()).sqrt()).to(case.dtype).float()
+
+
+def truth(start: Tensor, rows: list[Tensor], total: int) -> SimpleNamespace:
     """Each rank's summed loss and its gradient, and the gradient of the mean over all rows."""
     sums, gradients = [], []
     for mine in rows:
@@ -93,7 +116,6 @@ def truth(start: Tensor, rows: list[Tensor]) -> SimpleNamespace:
         loss.backward()
         sums.append(loss.detach())
         gradients.append(weight.grad)
-    total = sum(len(mine) for mine in rows)
     return SimpleNamespace(sums=sums, gradients=gradients, mean=sum(gradients) / total, total=total)
 
 
@@ -123,7 +145,19 @@ def observe_nothing_on_the_first(trial: Trial) -> SimpleNamespace:
 
 
 def observe_double(trial: Trial) -> SimpleNamespace:
-    return observe(trial, [Case(unequal(trial), as_tensor, double=True) for as_tensor in (False, True)])
+    return observe(trial, [Case(unequal(trial), as_tensor, torch.float64) for as_tensor in (False, True)])
+
+
+def observe_half(trial: Trial) -> SimpleNamespace:
+    """More targets than float16 can hold, and no rank more than it can.
+
+    Their mean over ranks is a power of two, so that n over their sum has all its digits in float16, too.
+    """
+    more = 32 * trial.integer(1, 300)
+    counts = [MEAN_COUNT + more, MEAN_COUNT - more]
+    return observe(
+        trial, [Case(counts, as_tensor, torch.float16, most_rows=8) for as_tensor in (False, True)]
+    )
 
 
 def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
@@ -148,7 +182,7 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         "into?": [1 / counts[-1] if counts[-1] else float("nan")] * n,
         "a rank that counts nothing is counted as one": [n / (total + n - having)] * n,
     }
-    for dtype, last in ((torch.bfloat16, 256), (torch.float16, 2048)):
+    for dtype, last in ((torch.bfloat16, "256"), (torch.float16, "2048, and nothing above 65504")):
         rounded = torch.tensor(counts, dtype=dtype)
         told = f"the number of targets went through {str(dtype)[6:]}, which holds whole numbers up to {last}"
         known[told] = [n / torch.stack([*rounded]).sum().item()] * n
@@ -180,6 +214,7 @@ def require_parts(trial: Trial, seen: SimpleNamespace, help: str = "") -> None:
                 ),
             },
             help=help or "loss_sum · n / (the number of counted targets of all ranks).",
+            rtol=HALF_DIGITS if case.dtype == torch.float16 else None,
         )
         require_gradients(trial, case, answers, truth)
 
@@ -234,6 +269,16 @@ def losses_keep_their_dtype(trial: Trial) -> None:
             told = f"a float64 loss became {dtype}"
             trial.require(dtype == torch.float64, told, help="Weigh loss_sum itself.", rank=r)
     require_parts(trial, seen)
+
+
+@check("share_loss", world_sizes=(2,), subgroup=False)
+def half_precision_holds_no_count(trial: Trial) -> None:
+    """A float16 loss is weighed as well where all targets together are more than float16 can hold."""
+    require_parts(
+        trial,
+        trial.once(observe_half),
+        "Add the counts up as whole numbers, and leave the sum one: an int64 holds them all.",
+    )
 
 
 @check("share_loss")
