@@ -186,6 +186,39 @@ def what_is_reached_no_more_stays(trial: Trial) -> None:
         )
 
 
+def load_between(rank: Any, start: list[Tensor], loaded: list[Tensor], x: list[Tensor]) -> list[Tensor]:
+    """Parameters after a step of SGD, other weights that are loaded into them, and one more step."""
+    parameters = nn.ParameterList(each.clone() for each in start)
+    optimizer = rank.submission.ShardedOptimizer(parameters, SGD, rank.group, lr=1.0)
+    for number, each in enumerate(x):
+        if number:
+            parameters.load_state_dict({str(i): tensor for i, tensor in enumerate(loaded)})
+        optimizer.zero_grad()
+        torch.stack([(parameter * each).sum() for parameter in parameters]).sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
+def a_step_starts_from_the_weights_that_are_there(trial: Trial) -> None:
+    """Where weights are loaded between two steps, the next step starts from those."""
+    start, loaded = [[trial.normal(7) for _ in range(2)] for _ in range(2)]
+    x = [[trial.normal(7) for _ in range(2)] for _ in range(trial.num_ranks)]
+    first, second = (torch.stack(each).mean(0) for each in zip(*x, strict=True))
+    ends = zip(*trial.run(load_between, start, loaded, per_rank=[(each,) for each in x]), strict=True)
+    for before, after, found in zip(start, loaded, ends, strict=True):
+        trial.close(
+            "a parameter into which other weights were loaded after the first step, after the second",
+            list(found),
+            after - second,
+            alternatives={
+                "the step started from the weights of the step before: each share is a copy, written back "
+                "over what was loaded": before - first - second,
+            },
+            help="A share lies in the weight itself: parameter.detach(), and views of it, are no copies.",
+        )
+
+
 def measure(rank: Any, seed: int, steps: list[Tensor]) -> dict:
     """Two steps of AdamW and one more backward; bytes alive then, with the model and everything in it."""
     with rank.record(memory=True) as recording:
