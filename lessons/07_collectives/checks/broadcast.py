@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check, exercise
+from grader.checks import CheckEnded, Fault, Trial, check, exercise, is_close
 
 from .cases import Case, ask, draw, dtypes, layouts, require_between, require_in_place, sizes
 from .traffic import SMALL, require_messages_alone, require_waits, sends
@@ -35,6 +35,10 @@ def observe_sources(trial: Trial) -> SimpleNamespace:
     cases = [draw(trial, size, source=source) for source in range(trial.num_ranks)]
     kinds = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
     return ask(trial, "broadcast", [*cases, *from_sources(trial, dtypes(trial, *kinds))])
+
+
+def observe_source_0(trial: Trial) -> SimpleNamespace:
+    return ask(trial, "broadcast", [draw(trial, 20, source=0)])
 
 
 def observe_sizes(trial: Trial) -> SimpleNamespace:
@@ -84,12 +88,34 @@ def require_the_sources(
         require_in_place(trial, case, answers, expected, rtol=0.0)
 
 
+def is_right_from_source_0(trial: Trial) -> bool:
+    """Whether a broadcast from the group's rank 0, where place and rank are the same, does what it should."""
+    try:
+        seen = trial.once(observe_source_0)
+    except CheckEnded:
+        return False
+    return all(is_close(each["tensor"], seen.cases[0].values[0], rtol=0.0) for each in seen.answers[0])
+
+
 @check("broadcast", world_sizes=FEW)
 def every_rank_has_the_sources_tensor(trial: Trial) -> None:
     """After the call every rank's tensor holds the source's numbers, whichever rank of the group it is."""
+    try:
+        seen = trial.once(observe_sources)
+    except CheckEnded as end:
+        if "there is no rank" in end.cause and is_right_from_source_0(trial):
+            end.cause += (
+                ". With source 0 all is right: counted from another source, places, or the way back from "
+                "them to ranks, leave 0 to n - 1"
+            )
+            end.help = (
+                "Count places as (rank - source) % n, and go back by (place + source) % n. rank ^ source "
+                "stays in 0 to n - 1 only where n is a power of two."
+            )
+        raise
     require_the_sources(
         trial,
-        trial.once(observe_sources),
+        seen,
         "`source` is a rank in the group, as group_src and group_dst are. Receive into the tensor itself.",
         of=torch.float32,
     )
