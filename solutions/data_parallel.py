@@ -134,8 +134,10 @@ class DataParallel(nn.Module):
     to `bucket_bytes` of gradients (a larger gradient has a bucket to itself). It is all-reduced,
     asynchronously, as soon as its gradients are there and the bucket before it has left: so every
     rank sends the same buckets in the same order, whatever order its own backward takes. Gradients
-    travel in their own dtype. The mean is plain, each rank counts as much as any other: where shares
+    travel in the module's dtype. The mean is plain, each rank counts as much as any other: where shares
     differ, weigh the loss (`share_loss`).
+
+    An extra that earns a star: in a module of two dtypes, each gradient travels in its own.
 
     Source: arXiv:2006.15704, section 3.2.
     """
