@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import Trial, check
+from grader.checks import told as told_events
 
 from .fully_sharded import dtypes_of, full
 from .models import SHORT, build, bytes_of, seeds, short_gpt, weights
@@ -153,4 +154,14 @@ def each_travels_in_its_dtype(trial: Trial) -> None:
                 f"{TOLD[how]}, {sent:,} bytes of gradients were reduced, and {expected:,.0f} are due",
                 help="gradient.to(reduce_dtype) before the reduce-scatter; without one, as it is.",
                 rank=r,
+            )
+            kinds = ("reduce_scatter", "all_reduce", "reduce")
+            reduced = [e for kind in kinds for e in recording.select(kind, "backward")]
+            narrow = [e for e in reduced if e.dtype == "bfloat16"]
+            trial.require(
+                how != "both" or not narrow,
+                f"{TOLD[how]}, backward sends {told_events(narrow)}: {reduced_in} bytes a number are due",
+                help="Every unit is told reduce_dtype, that of what lies outside the blocks, too.",
+                rank=r,
+                cause=f"{len(narrow)} of {len(reduced)} reductions are in bfloat16",
             )

@@ -34,6 +34,19 @@ def linear_probe(rank, cases: list) -> list[dict]:
     return [one_linear(rank, *case) for case in cases]
 
 
+def with_one_frozen(rank, inputs: list[Tensor | None], upstream: Tensor) -> dict:
+    """The gradient of the weight where x needs none, and that of x where the weight needs none."""
+    found = {}
+    for frozen, other, name in ((0, 1, "weight"), (1, 0, "x")):
+        leaves = [
+            None if given is None else given.clone().requires_grad_(i != frozen)
+            for i, given in enumerate(inputs)
+        ]
+        backward(rank.submission.gathered_linear(*leaves, rank.group), upstream)
+        found[name] = leaves[other].grad
+    return found
+
+
 def one_linear(rank, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor) -> dict:
     leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (x, weight, bias)]
     given = upstream.clone()
@@ -51,6 +64,7 @@ def one_linear(rank, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: T
         "weight": gradients[1],
         "bias": gradients[2],
         "weight_twice": leaves[1].grad,
+        "one frozen": with_one_frozen(rank, [x, weight, bias], upstream),
         "changed": not torch.equal(given, upstream)
         or any(
             leaf is not None and not torch.equal(leaf, was)
@@ -179,6 +193,23 @@ def weight_learns_from_all_tokens(trial: Trial) -> None:
                     "summed over the ranks, but each rank has rows of its own": sum(seen.for_bias),
                 },
                 help="The gradient of y, summed over all s tokens.",
+            )
+
+
+FROZEN = {"weight": ("x", "weight"), "x": ("weight", "x")}
+"""Whose gradient → what needs none, and how it is called."""
+
+
+@check("gathered_linear", world_sizes=(2,), subgroup=False)
+def what_is_frozen_takes_no_other_gradient_along(trial: Trial) -> None:
+    """Where x or the weight needs no gradient, the other one has the same as ever."""
+    for seen in trial.once(observe_linear):
+        for name, (frozen, told) in FROZEN.items():
+            trial.close(
+                f"the gradient of {told} where {frozen} needs none ({seen.name})",
+                each_rank(seen, "one frozen", name),
+                seen.for_weight if name == "weight" else seen.for_x,
+                help="ctx.needs_input_grad has one entry for each argument of forward, in their order.",
             )
 
 

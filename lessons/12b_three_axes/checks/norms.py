@@ -39,6 +39,13 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 The first is alone in being cut so, and most ranks have nothing of it.
 """
 KINDS = {"float32": torch.float32, "float64": torch.float64, "float16 of hundreds": torch.float16}
+ALONE = "float32, one number in all"
+"""A model of which most ranks have no gradient at all."""
+
+
+def names_in(kind: str) -> list[str]:
+    """The parameters of a model of this kind."""
+    return list(PARAMETERS)[: 1 if kind == ALONE else None]
 
 
 def own_part(whole: Tensor, cut: tuple[str, ...], rank: int, sizes: Sizes) -> Tensor:
@@ -91,13 +98,13 @@ def observe(trial: Trial) -> SimpleNamespace:
     Meshes that stand side by side have gradients of different models.
     """
     plans = [(sizes, "float32") for sizes in meshes(trial)]
-    plans += [(meshes(trial)[0], kind) for kind in KINDS if kind != "float32"]
+    plans += [(meshes(trial)[0], kind) for kind in (*KINDS, ALONE) if kind != "float32"]
     plans += [(sizes, "float32") for sizes in parts(trial)]
     wholes = []
     for sizes, kind in plans:
         scale = 300.0 if kind.startswith("float16") else 1.0
         models = [
-            {n: (scale * trial.normal(*s)).to(KINDS[kind]) for n, (s, _) in PARAMETERS.items()}
+            {n: (scale * trial.normal(*PARAMETERS[n][0])).to(KINDS.get(kind)) for n in names_in(kind)}
             for _ in range(sizes.get(APART, 1))
         ]
         wholes.append([models[which_mesh(rank, sizes)] for rank in range(trial.num_ranks)])
@@ -105,11 +112,9 @@ def observe(trial: Trial) -> SimpleNamespace:
     for rank in range(trial.num_ranks):
         cases = []
         for (sizes, _), whole in zip(plans, wholes, strict=True):
-            own = {
-                name: own_part(whole[rank][name], cut, rank, sizes) for name, (_, cut) in PARAMETERS.items()
-            }
+            own = {name: own_part(x, PARAMETERS[name][1], rank, sizes) for name, x in whole[rank].items()}
             present = {name: part for name, part in own.items() if part.numel()}
-            cases.append((sizes, present, {name: list(cut) for name, (_, cut) in PARAMETERS.items()}))
+            cases.append((sizes, present, {name: list(PARAMETERS[name][1]) for name in whole[rank]}))
         by_rank.append((cases,))
     try:
         results = trial.run(probe, per_rank=by_rank)
@@ -152,6 +157,7 @@ def returns_where_none_lacks(trial: Trial, by_rank: list) -> bool:
             [
                 (sizes, {name: x for name, x in gradients.items() if name in names}, cut_along)
                 for (sizes, gradients, cut_along), names in zip(cases, held_by_all, strict=True)
+                if names
             ],
         )
         for (cases,) in by_rank
@@ -205,12 +211,12 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             for part in every_part(x, PARAMETERS[name][1], sizes)
         ),
         "it is the square of the norm": sum(squares.values()),
-        "what no dimension cuts is left out": root(sum(squares[n] for n, (_, c) in PARAMETERS.items() if c)),
+        "what no dimension cuts is left out": root(sum(x for n, x in squares.items() if PARAMETERS[n][1])),
         "it is averaged over the ranks": root(sum(local) / num_ranks),
     }
     for which, told_which in ((0, "first"), (-1, "last")):
         known[f"what two dimensions cut is added up along the {told_which} of them alone"] = Fault(
-            [root(sum(along_one(r, name, which) for name in PARAMETERS)) for r in every],
+            [root(sum(along_one(r, name, which) for name in squares)) for r in every],
             "A part is on one place along each dimension in `cut_along`: add up along all of them.",
         )
     for dim in sizes:
@@ -254,7 +260,9 @@ def require_norm(trial: Trial, kinds: tuple[str, ...], help: str) -> None:
 def every_number_counts_once(trial: Trial) -> None:
     """On every mesh the norm is that of the whole gradient: parts are added up, and copies count once."""
     require_norm(
-        trial, ("float32",), "Divide a parameter's squares by the number of ranks that have a copy of them."
+        trial,
+        ("float32", ALONE),
+        "Divide a parameter's squares by the number of ranks that have a copy of them.",
     )
 
 
