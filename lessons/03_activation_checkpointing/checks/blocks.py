@@ -47,12 +47,16 @@ exercise(
 def step(
     rank: Any, how: str, every: int, sizes: dict, seed: int, batches: list[tuple[Tensor, Tensor]]
 ) -> dict:
-    """Two passes of a GPT, whose gradients add up; the first one is recorded."""
+    """Two passes of a GPT, whose gradients add up; the first one is recorded.
+
+    With `every` 1 the model is changed in evaluation mode, and trains afterwards all the same.
+    """
     model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
     before, log = dict(model.named_parameters()), Log(model.transformer.h)
     changed = model
     if how == "mine":
-        changed = rank.submission.checkpoint_blocks(model, every)
+        changed = rank.submission.checkpoint_blocks(model.train(every > 1), every)
+        model.train()
     elif how == "another mask":
         for block in model.transformer.h:
             block.forward = partial(forgetful, False, block.forward)
@@ -206,6 +210,7 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
     seen = ready(trial)
     groups_of_blocks = "Blocks 0 to every-1 are one group, computed again together; then comes the next."
     strides = taken_for_a_stride({every: mine["backward"] for every, mine in seen.mine.items()})
+    modes = asked_once({every: mine["backward"] for every, mine in seen.mine.items()})
     for every, mine in seen.mine.items():
         where = f"every={every}, {NUM_BLOCKS} blocks: "
         trial.equal(
@@ -219,8 +224,12 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
         trial.require(
             not missing,
             f"{where}backward does not compute block {', '.join(map(str, missing))} again",
-            help=groups_of_blocks if strides else "Every block belongs to a group, the last ones too.",
-            cause=strides,
+            help=groups_of_blocks
+            if strides
+            else "Look at the mode when a group runs: train() and eval() may come later."
+            if modes
+            else "Every block belongs to a group, the last ones too.",
+            cause=strides or modes,
         )
         trial.require(
             sorted(order) == list(range(NUM_BLOCKS)),
@@ -236,6 +245,14 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
             f"{needed}, none longer than {every}",
             help=groups_of_blocks,
         )
+
+
+def asked_once(again: dict[int, list[int]]) -> str:
+    """Whether the model that was changed in evaluation mode alone computes nothing again, in words."""
+    nothing = [every for every, order in again.items() if not order]
+    if nothing != [1]:
+        return ""
+    return "the model was in evaluation mode when it was changed, and then trained: nothing is checkpointed"
 
 
 def taken_for_a_stride(again: dict[int, list[int]]) -> str:
