@@ -210,6 +210,7 @@ class DataParallel(nn.Module):
 
         The next backward outside reduces all that has added up. An exception that leaves it ends it
         too. One may stand inside another: the outer one goes on until its own end.
+        Other modules reduce their gradients meanwhile.
         """
         # answer
         before, self.synchronizing = self.synchronizing, False

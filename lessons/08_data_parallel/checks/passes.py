@@ -1,7 +1,7 @@
 """Checks of `DataParallel` over passes that differ: unused layers, `no_sync()`, several backwards."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -48,16 +48,19 @@ NOT_REDUCED = "each rank's own sum: it was not reduced"
 INSIDE, LEAVING = "inside no_sync", "as no_sync ends"
 NOTHING_PENDING = "finish after no_sync"
 INSIDE_STILL = "inside no_sync, after an inner one"
+FINISH = "finish"
 
 
-def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, batches: list[tuple]) -> dict:
+def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, other: bool, batches: list[tuple]) -> dict:
     """Backward passes of the awkward model, one bucket a parameter; `quiet` passes are inside no_sync().
 
     Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves it each
-    time.
+    time. With `other`, the passes that are not quiet are inside the no_sync() of another module.
     """
     model = build(Mixed, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
+    if other:
+        beside = rank.submission.DataParallel(build(Skipping, seed).to(rank.device), rank.group)
     with rank.record() as recording:
         for number, (silent, (tokens, targets, order)) in enumerate(zip(quiet, batches, strict=True)):
             recording.mark(INSIDE if silent else "synchronised")
@@ -74,13 +77,19 @@ def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, batches: list[
                 recording.mark(NOTHING_PENDING if number == 0 else "")
                 wrapped.finish_gradient_synchronization()
             else:
-                F.cross_entropy(wrapped(tokens, order), targets).backward()
-                wrapped.finish_gradient_synchronization()
+                with beside.no_sync() if other else nullcontext():
+                    F.cross_entropy(wrapped(tokens, order), targets).backward()
+                    recording.mark(FINISH)
+                    wrapped.finish_gradient_synchronization()
     return {"gradients": gradients(model), "recording": recording}
 
 
 def observe_passes(
-    trial: Trial, quiet: list[bool], *orders: list[tuple[str, ...]], broken: bool = False
+    trial: Trial,
+    quiet: list[bool],
+    *orders: list[tuple[str, ...]],
+    broken: bool = False,
+    other: bool = False,
 ) -> SimpleNamespace:
     seed, drawn = trial.seed(), draw_passes(trial, *orders)
     given = [([p[r] for p in drawn],) for r in range(trial.num_ranks)]
@@ -90,7 +99,7 @@ def observe_passes(
         if any(len(set(order)) > 1 for order in orders)
         else ""
     ):
-        results = trial.run(passes, seed, quiet, broken, per_rank=given)
+        results = trial.run(passes, seed, quiet, broken, other, per_rank=given)
     expected, own = expected_gradients(seed, drawn)
     return SimpleNamespace(
         results=results, expected=expected, own=own, seed=seed, drawn=drawn, sizes=sizes_of(drawn)
@@ -143,6 +152,10 @@ def observe_exception(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [True, False], [BOTH], [BOTH], broken=True)
 
 
+def observe_another(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [False], [BOTH], other=True)
+
+
 def observe_two_passes(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False, False], [BOTH], [BOTH])
 
@@ -157,16 +170,21 @@ def ranks_may_use_different_layers(trial: Trial) -> None:
     )
 
 
-def skip_all(rank: Any, seed: int, used: bool, x: Tensor) -> dict:
-    """One pass of a module of which this rank may use no parameter."""
+def skip_all(rank: Any, seed: int, evaluating: bool, used: bool, x: Tensor) -> dict:
+    """One pass of a module of which this rank may use no parameter; with `evaluating`, after eval()."""
     model = build(Skipping, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group)
+    wrapped.train(not evaluating)
     wrapped(x.requires_grad_(), used).square().sum().backward()
     wrapped.finish_gradient_synchronization()
     return {"gradients": gradients(model)}
 
 
-def observe_skipping(trial: Trial) -> SimpleNamespace:
+def observe_evaluating(trial: Trial) -> SimpleNamespace:
+    return observe_skipping(trial, evaluating=True)
+
+
+def observe_skipping(trial: Trial, evaluating: bool = False) -> SimpleNamespace:
     """Rank 0 uses no parameter."""
     seed, n = trial.seed(), trial.num_ranks
     x = [trial.normal(4, 7) for _ in range(n)]
@@ -174,7 +192,7 @@ def observe_skipping(trial: Trial) -> SimpleNamespace:
         "rank 0's backward reached no parameter, and no hook was called there: a pass is pending since its "
         "forward, on all ranks alike, and finish_gradient_synchronization() sends what no hook has sent"
     ):
-        results = trial.run(skip_all, seed, per_rank=[(r > 0, x[r]) for r in range(n)])
+        results = trial.run(skip_all, seed, evaluating, per_rank=[(r > 0, x[r]) for r in range(n)])
     own = []
     for r in range(n):
         model = build(Skipping, seed).double()
@@ -192,6 +210,21 @@ def a_rank_may_use_no_parameter(trial: Trial) -> None:
         trial.once(observe_skipping),
         help="No hook fires there: what tells a rank that a pass is pending is its forward.",
     )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def evaluation_with_gradients_counts(trial: Trial) -> None:
+    """After eval(), with gradients switched on, the same pass is reduced as it is in training."""
+    require_mean(trial, trial.once(observe_skipping))
+    try:
+        require_mean(trial, trial.once(observe_evaluating))
+    except CheckEnded as end:
+        end.cause = "the same pass is reduced in training: after eval() it is not"
+        end.help = (
+            "eval() switches dropout off, and no gradient. torch.is_grad_enabled() tells whether a backward "
+            "may follow, and self.training does not."
+        )
+        raise
 
 
 @check("DataParallel")
@@ -292,6 +325,24 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
             alternatives=partial(other_sums, seen, name),
             terms=partial(by_pass, seen, name),
             help="Send parameter.grad as it is then, with all that no_sync() added up.",
+        )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def no_sync_is_of_one_module(trial: Trial) -> None:
+    """Inside no_sync() of one module, the gradients of another one are reduced as ever."""
+    seen = trial.once(observe_another)
+    for name in [n for n in seen.expected if n != "frozen.weight"]:
+        trial.close(
+            f"the gradient of {name} after a pass inside another module's no_sync()",
+            by_rank(seen.results, "gradients", name),
+            seen.expected[name],
+            alternatives={
+                "each rank's own: no_sync() of one module has switched off the other one too": [
+                    own[name] for own in seen.own
+                ]
+            },
+            help="Whether it is on belongs to self: what is set on the class, or is global, is everybody's.",
         )
 
 
