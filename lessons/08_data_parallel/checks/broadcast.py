@@ -38,7 +38,7 @@ def places(model: nn.Module) -> dict[str, int]:
 
 
 def spread(rank: Any, seed: int, turned: bool = False) -> dict:
-    """Broadcast; with `turned`, some weights lie in memory in another order on all ranks but the first."""
+    """Broadcast; with `turned`, some tensors lie in memory in another order on all ranks but the first."""
     model = build(Mixed, seed).to(rank.device)
     if turned and rank.rank > 0:
         turn(model)
@@ -126,7 +126,7 @@ def frozen_parameters_are_those_of_rank_0(trial: Trial) -> None:
 @check("broadcast_parameters")
 def buffers_are_those_of_rank_0(trial: Trial) -> None:
     """Buffers, such as a running mean, a count or a mask, are those of rank 0, bit for bit."""
-    require_rank_0s(trial, "buffers", ["mean", "count"])
+    require_rank_0s(trial, "buffers", ["mean", "count", "table"])
 
 
 @check("broadcast_parameters")
@@ -143,7 +143,7 @@ def non_persistent_buffers_are_those_of_rank_0(trial: Trial) -> None:
 
 @check("broadcast_parameters", world_sizes=(2, 4), subgroup=False)
 def weights_may_lie_in_another_order(trial: Trial) -> None:
-    """A weight that lies in memory transposed on some ranks, and not on others, is rank 0's everywhere."""
+    """A weight or buffer that lies in memory transposed on some ranks alone is rank 0's everywhere."""
     seen = trial.once(observe_turned)
     for r, result in enumerate(seen.results):
         trial.require(
@@ -152,15 +152,16 @@ def weights_may_lie_in_another_order(trial: Trial) -> None:
             help="Write into the memory that is there: tensor.detach().copy_(...), not tensor.data = ...",
             rank=r,
         )
-    for name in ("left.weight", "right.weight"):
-        start = dict(seen.starts[0].named_parameters())[name]
+    for name in ("left.weight", "right.weight", "table"):
+        kind = "buffers" if name == "table" else "weights"
+        start = {**dict(seen.starts[0].named_parameters()), "table": seen.starts[0].table}[name]
         trial.close(
             f"{name}, transposed in memory on every rank but the first, after the broadcast",
-            by_rank(seen.results, "weights", name),
+            by_rank(seen.results, kind, name),
             start.detach(),
             alternatives={
                 "rank 0's memory, read in another order: a collective sends memory as it lies": [
-                    start if r == 0 else start.t() for r in range(trial.num_ranks)
+                    start if r == 0 else start.reshape(start.t().shape).t() for r in range(trial.num_ranks)
                 ]
             },
             rtol=0.0,

@@ -55,10 +55,10 @@ def guarded(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
 def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -> SimpleNamespace:
     """`broken` lists, for each step, the ranks whose targets hold a number that is not finite.
 
-    They are NaN and inf in turn; `kinds` tells which a step has.
+    They are NaN, inf and -inf in turn; `kinds` tells which a step has.
     """
     seed, n = trial.seed(), trial.num_ranks
-    steps, kinds = [], cycle(("NaN", "inf"))
+    steps, kinds = [], cycle(("NaN", "inf", "-inf"))
     told: list[set[str]] = []
     for ranks in broken:
         batches = [(trial.normal(4, 5), scale * trial.normal(4, 3)) for _ in range(n)]
@@ -110,14 +110,22 @@ def reference_weights(
 
 
 def taken_for_finite(kinds: list[set[str]], taken: list[bool | None]) -> str:
-    """Whether inf alone was not noticed, in words; else "". After a step on NaN every loss is NaN."""
+    """Which infinities alone were not noticed, in words; else "". After a step on NaN every loss is NaN."""
     found = {(kind, step) for one, step in zip(kinds, taken, strict=True) if len(one) == 1 for kind in one}
-    if found != {("NaN", False), ("inf", True)}:
+    if not {("NaN", False), ("-inf", True)} <= found:
         return ""
+    if ("inf", True) in found:
+        return TAKEN_FOR_FINITE if len(found) == 3 else ""
     return (
-        "a loss of inf was taken for finite: isnan() is False of it, and its gradient may be finite; "
+        "a loss of -inf was taken for finite: it is below every number, as a finite loss is below inf; "
         "ask loss.isfinite()"
     )
+
+
+TAKEN_FOR_FINITE = (
+    "a loss of inf was taken for finite: isnan() is False of it, and its gradient may be finite; "
+    "ask loss.isfinite()"
+)
 
 
 def how_decided(recording: Recording) -> str:
@@ -195,7 +203,7 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
 
 
 def observe_broken(trial: Trial) -> SimpleNamespace:
-    return observe_guarded(trial, [[trial.num_ranks - 1], [trial.num_ranks - 1]])
+    return observe_guarded(trial, [[trial.num_ranks - 1]] * 3)
 
 
 def observe_good(trial: Trial) -> SimpleNamespace:
@@ -216,7 +224,7 @@ def a_good_batch_is_a_step_on_the_mean(trial: Trial) -> None:
 
 @check("guarded_step")
 def all_ranks_leave_a_broken_batch_out(trial: Trial) -> None:
-    """When the loss of the last rank is NaN or inf, every rank returns False, and no weight changes."""
+    """When the loss of the last rank is NaN, inf or -inf, every rank returns False, and no weight changes."""
     require_guarded(trial, trial.once(observe_broken))
 
 

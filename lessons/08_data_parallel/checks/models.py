@@ -48,6 +48,7 @@ class Mixed(nn.Module):
         self.register_buffer("mean", torch.randn(3))
         self.register_buffer("count", torch.randint(1000, ()))
         self.register_buffer("mask", torch.randn(5), persistent=False)
+        self.register_buffer("table", torch.randn(4, 3))
         self.inside = nn.Sequential(Drawing())
 
     def forward(self, tokens: Tensor, order: tuple[str, ...]) -> Tensor:
@@ -71,7 +72,8 @@ class Skipping(nn.Module):
 class Regression(nn.Module):
     """A small model that is called as GPT is: model(inputs, targets) -> (outputs, loss).
 
-    A target of inf makes the loss inf, and no gradient, as a logit of -inf does where its token comes next.
+    A target of inf makes the loss inf, and no gradient, as a logit of -inf does where its token comes next. A
+    target of -inf makes the loss -inf.
     """
 
     def __init__(self) -> None:
@@ -90,9 +92,10 @@ def tiny_gpt() -> GPT:
 
 
 def turn(model: Mixed) -> None:
-    """Have two weights lie in memory transposed; their values and shapes stay."""
+    """Have two weights and a buffer lie in memory transposed; their values and shapes stay."""
     for layer in (model.left, model.right):
         layer.weight.data = layer.weight.data.t().contiguous().t()
+    model.table = model.table.t().contiguous().t()
 
 
 def build(make: Any, seed: int) -> Any:

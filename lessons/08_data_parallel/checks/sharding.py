@@ -1,5 +1,7 @@
 """Checks of `shard_batch`: whose rows are whose."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,21 +26,39 @@ exercise(
 )
 
 
+@contextmanager
+def told_of_numbers(batch: Tensor, shares: list[Any]) -> Iterator[None]:
+    """A cut that fails inside is told that the tensor has no second dimension, if others were cut before."""
+    try:
+        yield
+    except Exception as error:
+        if shares and batch.dim() == 1:
+            error.add_note(
+                "the tensor has one dimension, (b,): its rows are numbers, and a row has no columns"
+            )
+        raise
+
+
 def cut(rank: Any, batches: list[Tensor]) -> dict:
     before = [batch.clone() for batch in batches]
+    shares = []
     with rank.record() as recording:
-        shares = [rank.submission.shard_batch(batch, rank.group) for batch in batches]
+        for batch in batches:
+            with told_of_numbers(batch, shares):
+                shares.append(rank.submission.shard_batch(batch, rank.group))
     same = all(torch.equal(a, b) for a, b in zip(before, batches, strict=True))
     copies = [s.clone() if isinstance(s, Tensor) else None for s in shares]
     return {"shares": copies, "unchanged": same, "recording": recording}
 
 
 def observe_even(trial: Trial) -> SimpleNamespace:
-    """A batch of 4n rows, each of which has its own number, and targets of the same rows."""
+    """A batch of 4n rows, each of which has its own number; one number for each row; targets of the rows."""
     b = 4 * trial.num_ranks
     rows = numbered(b)
     targets = torch.stack([rows, -rows], dim=2).double()  # (b, 3, 2)
-    return SimpleNamespace(sizes=[b], targets=targets, results=run_cut(trial, [rows, targets]))
+    return SimpleNamespace(
+        sizes=[b], targets=targets, results=run_cut(trial, [rows, rows[:, 0].clone(), targets])
+    )
 
 
 def observe_uneven(trial: Trial) -> SimpleNamespace:
@@ -145,6 +165,13 @@ def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
     require_rows(trial, seen)
     first = [(result["shares"][0][:, 0] // 10) for result in seen.results]
     expected = [seen.targets[rows.long() % len(seen.targets)] for rows in first]
+    trial.close(
+        "the share of a (b,) tensor of the same batch",
+        [r["shares"][1] for r in seen.results],
+        [rows * 10 for rows in first],
+        rtol=0.0,
+        help="Rows are dimension 0, whichever dimensions come after it, or none.",
+    )
     trial.close(
         "the share of a (b, 3, 2) tensor of the same batch",
         [r["shares"][-1] for r in seen.results],

@@ -35,7 +35,7 @@ class Case:
 
     def __str__(self) -> str:
         kind = "a tensor" if self.as_tensor else "an int"
-        half = ", loss_sum float16" if self.dtype == torch.float16 else ""
+        half = "" if self.dtype == torch.float32 else f", loss_sum {str(self.dtype).removeprefix('torch.')}"
         return f"{', '.join(map(str, self.counts))} counted targets by rank, num_counted {kind}{half}"
 
 
@@ -145,7 +145,15 @@ def observe_nothing_on_the_first(trial: Trial) -> SimpleNamespace:
 
 
 def observe_double(trial: Trial) -> SimpleNamespace:
-    return observe(trial, [Case(unequal(trial), as_tensor, torch.float64) for as_tensor in (False, True)])
+    """Some targets, and as many on each rank as float32 can not hold."""
+    many = [2**24 + 1] * trial.num_ranks
+    return observe(
+        trial,
+        [
+            *(Case(unequal(trial), as_tensor, torch.float64) for as_tensor in (False, True)),
+            *(Case(many, as_tensor, torch.float64, most_rows=8) for as_tensor in (False, True)),
+        ],
+    )
 
 
 def observe_half(trial: Trial) -> SimpleNamespace:
@@ -182,7 +190,11 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         "into?": [1 / counts[-1] if counts[-1] else float("nan")] * n,
         "a rank that counts nothing is counted as one": [n / (total + n - having)] * n,
     }
-    for dtype, last in ((torch.bfloat16, "256"), (torch.float16, "2048, and nothing above 65504")):
+    for dtype, last in (
+        (torch.bfloat16, "256"),
+        (torch.float16, "2048, and nothing above 65504"),
+        (torch.float32, "2^24"),
+    ):
         rounded = torch.tensor(counts, dtype=dtype)
         told = f"the number of targets went through {str(dtype)[6:]}, which holds whole numbers up to {last}"
         known[told] = [n / torch.stack([*rounded]).sum().item()] * n
@@ -261,7 +273,7 @@ def a_rank_may_count_nothing(trial: Trial) -> None:
 
 @check("share_loss")
 def losses_keep_their_dtype(trial: Trial) -> None:
-    """A float64 loss is weighed in float64."""
+    """A float64 loss is weighed in float64, also by more targets than float32 can count."""
     seen = trial.once(observe_double)
     for answers in seen.answers:
         for r, answer in enumerate(answers):
