@@ -121,7 +121,8 @@ def all_to_all(
 ) -> list[Tensor]:
     """What every rank had for this one, in the order of ranks: entry s of rank r is `tensors[r]` of rank s.
 
-    One tensor for each rank of the group, all of one dtype, of any shapes and sizes: some may be empty.
+    One tensor for each rank of the group, in a list or a tuple, all of one dtype, of any shapes and sizes:
+    some may be empty.
     Both sides know what travels: `shapes[s]` is the shape of what comes from rank s. Without `shapes` it is
     the shape of what goes there. In each of n - 1 rounds a rank sends to one rank and receives from one, and
     a round is over before the next one begins. Each tensor goes straight to its owner, in one message;

@@ -1,7 +1,8 @@
 """Checks of `all_to_all`: every rank gets what each had for it, in rounds of one sender and one receiver."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ class Exchange:
     told: bool = False
     """Whether the shapes are handed over."""
     layout: str = PLAIN
+    in_a_tuple: bool = False
     about: str = "parts of one shape"
 
     @property
@@ -47,7 +49,8 @@ class Exchange:
     def __str__(self) -> str:
         dtype = str(self.rows[0][0].dtype).removeprefix("torch.")
         layout = f", not contiguous ({self.layout})" if self.layout else ""
-        return f"{self.about}, {dtype}{layout}{', with `shapes`' if self.told else ''}"
+        kind = ", in a tuple" if self.in_a_tuple else ""
+        return f"{self.about}, {dtype}{layout}{kind}{', with `shapes`' if self.told else ''}"
 
 
 def exchange(
@@ -84,6 +87,7 @@ def observe_uneven(trial: Trial) -> SimpleNamespace:
         [
             exchange(trial, lambda s, r: (base + 5 * (s + r),), about="sizes that differ by pair"),
             exchange(trial, lambda s, r: (0, 3), about="all parts empty"),
+            exchange(trial, lambda s, r: (), about="parts of no dimension"),
             exchange(trial, lambda s, r: (base + 7 * s + 13 * r,), **many),
             exchange(trial, lambda s, r: (2 + s, 30 + r), **many),
             exchange(trial, lambda s, r: (40 * ((s + 2 * r) % 3),), about="some parts empty", told=True),
@@ -97,6 +101,10 @@ def observe_uneven(trial: Trial) -> SimpleNamespace:
 def observe_layouts(trial: Trial) -> SimpleNamespace:
     layouts = (TRANSPOSED, SPACED, MIXED)
     return ask(trial, [exchange(trial, lambda s, r: (6, 5 + trial.num_ranks), layout=x) for x in layouts])
+
+
+def observe_tuple(trial: Trial) -> SimpleNamespace:
+    return ask(trial, [exchange(trial, lambda s, r: (7,), in_a_tuple=True)])
 
 
 def observe_slow(trial: Trial) -> SimpleNamespace:
@@ -116,8 +124,21 @@ class Counted(list):
 NOT_THERE = "there is no tensors"
 
 
+@contextmanager
+def told_of_kinds(given: Sequence[Tensor]) -> Iterator[None]:
+    """A call that crashes inside is told what is special in what it was given."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(given, tuple) and "tuple" in str(error):
+            error.add_note("`tensors` is a tuple here, as torch.chunk returns it: list(tensors) makes a list")
+        elif all(tensor.dim() == 0 for tensor in given):
+            error.add_note("in this call no tensor has a dimension: their shape is ()")
+        raise
+
+
 def call(
-    rank: Any, cases: list[tuple[list[Tensor], str, list[list[int]] | None]], counted: bool = False
+    rank: Any, cases: list[tuple[list[Tensor], str, bool, list[list[int]] | None]], counted: bool = False
 ) -> dict[str, Any]:
     """The probe: every case in turn, each in a stretch of the recording named by its number.
 
@@ -127,17 +148,20 @@ def call(
     answers = []
     takes_shapes = "shapes" in inspect.signature(rank.submission.all_to_all).parameters
     with rank.record() as recording:
-        for i, (values, layout, shapes) in enumerate(cases):
+        for i, (values, layout, in_a_tuple, shapes) in enumerate(cases):
             if shapes is not None and not takes_shapes:
                 break
             laid = [lay_out(value, layout, rank.rank) for value in values]
-            given = (Counted if counted else list)(tensor for tensor, _ in laid)
+            kind = tuple if in_a_tuple else Counted if counted else list
+            given = kind(tensor for tensor, _ in laid)
             recording.mark(f"{i}")
-            if shapes is None:
-                returned = rank.submission.all_to_all(given, rank.group)
-            else:
-                returned = rank.submission.all_to_all(given, rank.group, shapes=shapes)
+            with told_of_kinds(given):
+                if shapes is None:
+                    returned = rank.submission.all_to_all(given, rank.group)
+                else:
+                    returned = rank.submission.all_to_all(given, rank.group, shapes=shapes)
             recording.mark("after")
+            kept = len(given) == len(laid) and all(a is b for a, (b, _) in zip(given, laid, strict=True))
             is_list = isinstance(returned, list | tuple)
             entries = list(returned) if is_list else []
             answers.append(
@@ -147,6 +171,8 @@ def call(
                     "kinds": [type(entry).__name__ for entry in entries],
                     "entries": [e.clone() if isinstance(e, Tensor) else None for e in entries],
                     "given": [tensor.clone() for tensor, _ in laid],
+                    "kept": kept,
+                    "returns what was given": returned is given,
                     "between": all(b is None or bool((b == FILL).all()) for _, b in laid),
                 }
             )
@@ -161,7 +187,12 @@ def ask(trial: Trial, cases: list[Exchange], delays: bool = False) -> SimpleName
 
     def of_rank(r: int) -> list[tuple]:
         return [
-            (case.rows[r], case.layout, [list(row[r].shape) for row in case.rows] if case.told else None)
+            (
+                case.rows[r],
+                case.layout,
+                case.in_a_tuple,
+                [list(row[r].shape) for row in case.rows] if case.told else None,
+            )
             for case in cases
         ]
 
@@ -380,8 +411,18 @@ def nothing_is_used_before_it_arrived(trial: Trial) -> None:
 
 
 def require_untouched(trial: Trial, seen: SimpleNamespace) -> None:
-    """The tensors that were handed over are as they were, bit for bit."""
+    """The tensors that were handed over are as they were, bit for bit, and so is their list."""
     for case, answers in zip(seen.cases, seen.answers, strict=True):
+        for r, answer in enumerate(answers):
+            trial.require(
+                answer["kept"],
+                f"given {case}, the list `tensors` itself has other entries after the call",
+                cause="it returns the list that it was given, with what came put into it"
+                if answer["returns what was given"]
+                else "",
+                help="received = tensors is the caller's own list: begin with list(tensors), or a new one.",
+                rank=r,
+            )
         trial.close(
             f"the inputs ({case}) after the call",
             [joined(answer["given"]) for answer in answers],
@@ -418,8 +459,14 @@ def came_in(case: Exchange, answers: list[dict[str, Any]]) -> bool:
 
 @check("all_to_all")
 def inputs_are_unchanged(trial: Trial) -> None:
-    """The tensors that were handed over are the same afterwards."""
+    """The tensors that were handed over are the same afterwards, and so is the list that they stand in."""
     require_untouched(trial, trial.once(observe_even))
+
+
+@check("all_to_all", world_sizes=(2,), subgroup=False)
+def tensors_may_stand_in_a_tuple(trial: Trial) -> None:
+    """The tensors may be handed over in a tuple, as torch.chunk returns them."""
+    require_exchanged(trial, trial.once(observe_tuple), "A tuple is read as a list is.")
 
 
 @check("all_to_all", subgroup=False)

@@ -12,7 +12,7 @@ from .traffic import SMALL, require_messages_alone, require_waits, sends
 
 exercise(
     "broadcast",
-    world_sizes=(2, 1, 4, 3, 8),
+    world_sizes=(2, 1, 4, 3, 5, 8),
     subgroup=True,
     hints=(
         "Count ranks from the source: place = (rank - source) % n. Now the source is always at place 0.",
@@ -22,7 +22,7 @@ exercise(
         "and receive a contiguous copy, and copy the result back.",
     ),
 )
-FEW = (2, 1, 4, 3)  # eight ranks are for the shape of the tree alone
+FEW = (2, 1, 4, 3)  # eight ranks are for the shape of the tree alone, and five for where it ends
 
 
 def from_sources(trial: Trial, cases: list[Case]) -> list[Case]:
@@ -119,6 +119,23 @@ def every_rank_has_the_sources_tensor(trial: Trial) -> None:
         "`source` is a rank in the group, as group_src and group_dst are. Receive into the tensor itself.",
         of=torch.float32,
     )
+
+
+@check("broadcast", world_sizes=(5,), subgroup=False)
+def a_last_round_may_reach_one_rank(trial: Trial) -> None:
+    """Five ranks take three rounds: in the last one, one rank alone is left."""
+    seen = trial.once(observe_source_0)
+    try:
+        require_the_sources(trial, seen, "There are ceil(log2 n) rounds: go on while one is left.")
+    except CheckEnded as end:
+        (case,), (answers,) = seen.cases, seen.answers
+        source, last = case.values[0], trial.num_ranks - 1
+        held = [*[source] * last, case.values[last]]
+        if all(is_close(a["tensor"], value, rtol=0.0) for a, value in zip(answers, held, strict=True)):
+            end.cause = (
+                "the last round is missing: five ranks take ceil(log2 5) = 3, and log2 5 = 2.32 rounds to 2"
+            )
+        raise
 
 
 @check("broadcast", world_sizes=FEW, subgroup=False)
