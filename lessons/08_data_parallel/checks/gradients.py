@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grader.checks import CheckEnded, Trial, check, exercise, is_close
@@ -206,4 +206,40 @@ def every_all_reduce_is_over(trial: Trial) -> None:
             "nothing of those that were started before it",
             help="Keep every handle that async_op=True returns, and call wait() on each.",
             rank=r,
+        )
+
+
+def average_two(rank: Any, narrow: Tensor, wide: Tensor) -> list[Tensor]:
+    """The means of two gradients, the first in float32, the second in float64."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros_like(gradient)) for gradient in (narrow, wide)])
+    for parameter, gradient in zip(model, (narrow, wide), strict=True):
+        parameter.grad = gradient.clone()
+    rank.submission.all_reduce_gradients(model, rank.group)
+    return [parameter.grad for parameter in model]
+
+
+@check("all_reduce_gradients", world_sizes=(2,), subgroup=False, optional=True)
+def no_gradient_loses_digits_to_another(trial: Trial) -> None:
+    """In a model of two dtypes, each gradient is averaged to its own dtype's digits."""
+    dtypes = (torch.float32, torch.float64)
+    own = [[trial.normal(64, dtype=dtype) for dtype in dtypes] for _ in range(trial.num_ranks)]
+    results = trial.run(average_two, per_rank=[tuple(gradients) for gradients in own])
+    for i, dtype in enumerate(dtypes):
+        told = str(dtype).removeprefix("torch.")
+        expected = torch.stack([gradients[i].double() for gradients in own]).mean(0)
+        trial.close(
+            f"the gradient in {told}, in a model of float32 and float64,",
+            [result[i] for result in results],
+            expected.to(dtype),
+            alternatives={
+                "it was averaged in float32, as the model's first parameter is": torch.stack(
+                    [gradients[i].float() for gradients in own]
+                )
+                .mean(0)
+                .to(dtype)
+            }
+            if i
+            else {},
+            rtol=1e-12 if i else None,
+            help="A tensor has one dtype: flatten gradients of one dtype together, or send each by itself.",
         )
