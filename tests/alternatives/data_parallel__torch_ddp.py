@@ -53,7 +53,7 @@ class Anchored(nn.Module):
 
 
 def deal_out(parameters, limits, *_):
-    """Indices by bucket, which PyTorch turns round. Its own rule has a larger gradient join the last one."""
+    """Indices by bucket, which PyTorch turns round; its own rule has a larger gradient join the last bucket."""
     buckets, room = [], 0
     for i in reversed(range(len(parameters))):
         size = parameters[i].numel() * parameters[i].element_size()

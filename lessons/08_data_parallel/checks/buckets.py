@@ -232,7 +232,7 @@ def a_larger_gradient_has_a_bucket_to_itself(trial: Trial) -> None:
             f"gradients of {sizes} bytes, by layer, with bucket_bytes={GRADIENT_BYTES} made all-reduces of "
             f"{sent} bytes: the gradient of {large} bytes has a bucket to itself",
             cause=next((told for together, told in others.items() if together in sent), ""),
-            help="It begins a bucket, though the one before it is not full, and so does the next gradient.",
+            help="It begins a bucket, though the one before it is not full, and the next gradient does so too.",
             rank=r,
         )
 
