@@ -1,7 +1,5 @@
 """Lesson 08 otherwise: PyTorch's own DistributedDataParallel, made to keep the lesson's contract."""
 
-from unittest.mock import patch
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,29 +50,15 @@ class Anchored(nn.Module):
         return tree_map(tie, self.module(*args, **kwargs))
 
 
-def deal_out(parameters, limits, *_):
-    """Indices by bucket, which PyTorch turns round; its own rule has a larger gradient join the last bucket."""
-    buckets, room = [], 0
-    for i in reversed(range(len(parameters))):
-        size = parameters[i].numel() * parameters[i].element_size()
-        if size > room:
-            buckets.append([])
-            room = limits[-1]
-        buckets[-1].append(i)
-        room -= size
-    return buckets[::-1], [limits[-1]] * len(buckets)
-
-
 class DataParallel(nn.Module):
     def __init__(self, module, group, bucket_bytes=25 * 2**20):
         super().__init__()
-        with patch.object(dist, "_compute_bucket_assignment_by_size", deal_out):
-            self.parallel = DistributedDataParallel(
-                Anchored(module),
-                process_group=group,
-                bucket_cap_mb=bucket_bytes / 2**20,
-                find_unused_parameters=True,
-            )
+        self.parallel = DistributedDataParallel(
+            Anchored(module),
+            process_group=group,
+            bucket_cap_mb=bucket_bytes / 2**20,
+            find_unused_parameters=True,
+        )
         self.parallel.broadcast_buffers = False  # else every forward sends them, inside no_sync() too
 
     def forward(self, *args, **kwargs):

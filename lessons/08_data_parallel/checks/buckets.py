@@ -16,7 +16,6 @@ from .means import (
 from .models import (
     GRADIENT_BYTES,
     build,
-    bulging,
     chain,
     gradients,
     tapering,
@@ -65,11 +64,6 @@ def fill_doubles(rank: Any, x: Tensor) -> Recording:
 def fill_halves(rank: Any, x: Tensor) -> Recording:
     """The chain in float64 and float32, with room for all gradients."""
     return step_of(rank, Halves(build(chain, 1)), x, 12)
-
-
-def fill_bulging(rank: Any, x: Tensor) -> Recording:
-    """Three layers, the second of which has a gradient of twice the bytes that a bucket has room for."""
-    return step_of(rank, build(bulging, 1), x, 1)
 
 
 def step_of(rank: Any, model: nn.Module, x: Tensor, room: int) -> Recording:
@@ -212,28 +206,6 @@ def bytes_are_those_of_the_dtype(trial: Trial) -> None:
             help="A gradient has numel() * element_size() bytes.",
             rank=r,
             cause="elements are counted as 4 bytes, whatever their dtype is" if len(sizes) == 2 else "",
-        )
-
-
-@check("DataParallel", world_sizes=(2,), subgroup=False)
-def a_larger_gradient_has_a_bucket_to_itself(trial: Trial) -> None:
-    """A gradient that is larger than bucket_bytes shares its all-reduce with no other one."""
-    sizes = [4 * p.numel() for p in build(bulging, 1).parameters()]
-    first, large, last = sizes
-    x = [(trial.normal(4, 8),) for _ in range(trial.num_ranks)]
-    for r, recording in enumerate(trial.run(fill_bulging, per_rank=x)):
-        sent = [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= first]
-        others = {
-            large + last: f"that of the last layer, {last} bytes, shares its bucket",
-            large + first: f"that of the first layer, {first} bytes, shares its bucket",
-        }
-        trial.require(
-            any(large <= size < large + first for size in sent),  # padding is fine
-            f"gradients of {sizes} bytes, by layer, with bucket_bytes={GRADIENT_BYTES} made all-reduces of "
-            f"{sent} bytes: the gradient of {large} bytes has a bucket to itself",
-            cause=next((told for together, told in others.items() if together in sent), ""),
-            help="It begins a bucket, though the one before it is not full, and the next gradient does so too.",
-            rank=r,
         )
 
 

@@ -25,11 +25,6 @@ def tapering() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in pairwise(widths)])
 
 
-def bulging() -> nn.Sequential:
-    """Gradients of 256, 2048 and 512 bytes: the second one is larger than a bucket of 1024."""
-    return nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in ((8, 8), (8, 64), (64, 2))])
-
-
 class Drawing(nn.Module):
     """A module inside a module: how often it has drawn, which no float32 counts, and two masks."""
 
