@@ -7,6 +7,10 @@ from torch import Tensor
 
 from .shared import attention
 
+VANISHING = -110.0
+"""Below it exp() is 0 in float32."""
+VANISHED = "it is what a query gets that saw nothing: exp() of scores far below 0 vanishes"
+
 
 def seen_by(offset: int | None, s_q: int, s_k: int) -> Tensor | None:
     return None if offset is None else torch.ones(s_q, s_k, dtype=torch.bool).tril(offset)
@@ -55,4 +59,6 @@ def other_blocks(
         "the largest score was taken off before exp, and is not added again": lse - largest,
         "the largest score was taken off a second time, where it has to be added again": lse - 2 * largest,
     }
+    if (largest < VANISHING).all():
+        outs[VANISHED], lses[VANISHED] = torch.zeros_like(out), torch.full_like(lse, -math.inf)
     return outs, lses

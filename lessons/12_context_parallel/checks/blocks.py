@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .block_slips import other_blocks, seen_by
+from .block_slips import VANISHED, VANISHING, other_blocks, seen_by
 from .shared import attention
 
 exercise(
@@ -67,7 +67,15 @@ NAMES = (
     "nothing seen",
     "large scores",
     "large scores that are masked",
+    "scores far below 0",
 )
+
+
+def far_below_zero(q: Tensor, *keys: Tensor) -> None:
+    """Make all scores some 150 smaller, of which exp() is 0 in float32."""
+    q[..., 0] = -150 * math.sqrt(q.size(-1))
+    for k in keys:
+        k[..., 0] = 1.0
 
 
 def draw_cases(trial: Trial) -> list:
@@ -75,7 +83,16 @@ def draw_cases(trial: Trial) -> list:
     b, a, d = trial.integer(1, 2), trial.integer(2, 3), trial.integer(3, 6)
     s_k = trial.integer(3, 5)
     s_q = s_k + trial.integer(4, 5)  # so that a mask aligned to the last key is like no other mistaken one
-    offsets = (None, 0, trial.integer(1, s_k - 2), -trial.integer(2, 3), -s_q - trial.integer(0, 3), None, 0)
+    offsets = (
+        None,
+        0,
+        trial.integer(1, s_k - 2),
+        -trial.integer(2, 3),
+        -s_q - trial.integer(0, 3),
+        None,
+        0,
+        None,
+    )
     cases = []
     for name, offset in zip(NAMES, offsets, strict=True):
         q, k, v = (trial.normal(b, a, length, d) for length in (s_q, s_k, s_k))
@@ -84,6 +101,8 @@ def draw_cases(trial: Trial) -> list:
         if name == "large scores that are masked":  # the last key's, which most queries do not see
             q[..., 0], k[..., 0] = q[..., 0].abs() + 1, 0.0
             k[:, :, -1, 0] = 200 * math.sqrt(d)
+        if name == "scores far below 0":
+            far_below_zero(q, k)
         cases.append((q, k, v, offset, trial.normal(b, a, s_q, d), trial.normal(b, a, s_q)))
     return cases
 
@@ -209,6 +228,17 @@ def large_scores_do_not_overflow(trial: Trial) -> None:
     )
 
 
+@check("attention_with_lse")
+def scores_far_below_zero_do_not_vanish(trial: Trial) -> None:
+    """A query whose scores are all near -150 sees its keys as any other does."""
+    require_block(
+        trial,
+        "scores far below 0",
+        "Subtract the largest score of each row before exp, also where that is below 0. Only -inf needs "
+        "another number in its place.",
+    )
+
+
 def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
     seen = trial.once(observe_blocks)
     for name in names:
@@ -280,7 +310,14 @@ def merge_probe(rank, cases: list) -> list:
     return results
 
 
-MERGES = ("two blocks", "nothing in the first", "nothing in the second", "nothing in both", "large scores")
+MERGES = (
+    "two blocks",
+    "nothing in the first",
+    "nothing in the second",
+    "nothing in both",
+    "large scores",
+    "scores far below 0",
+)
 
 
 def observe_merges(trial: Trial) -> SimpleNamespace:
@@ -292,6 +329,8 @@ def observe_merges(trial: Trial) -> SimpleNamespace:
         q = scale * trial.normal(b, a, s, d)
         sizes = trial.integer(2, 4), trial.integer(5, 7)
         keys, values = ([trial.normal(b, a, size, d) for size in sizes] for _ in range(2))
+        if name == "scores far below 0":
+            far_below_zero(q, *keys)
         masks = [torch.ones(s, size, dtype=torch.bool) for size in sizes]
         blind = torch.arange(s) % 2 == 0
         if name in ("nothing in the first", "nothing in both"):
@@ -339,6 +378,8 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
         "it is the second block's alone": out_b,
         NOTHING_TWICE: out.masked_fill(empty.unsqueeze(-1), math.nan),
     }
+    if (lse < VANISHING).all():
+        others[VANISHED] = torch.zeros_like(out)
     trial.close(f"out of both blocks ({name})", result["out"], out, others, help, rtol=1e-4)
     largest = torch.maximum(lse_a, lse_b).masked_fill(empty, 0.0)
     lses = {
@@ -350,6 +391,8 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
         "it is the second block's": lse_b,
         "it is the mean of the two lse": (lse_a + lse_b) / 2,
     }
+    if (lse < VANISHING).all():
+        lses[VANISHED] = torch.full_like(lse, -math.inf)
     trial.close(f"lse of both blocks ({name})", result["lse"], lse, lses, help, rtol=1e-4)
 
 
@@ -385,6 +428,17 @@ def nothing_on_both_sides_stays_nothing(trial: Trial) -> None:
 def large_lse_do_not_overflow(trial: Trial) -> None:
     """Where lse are in the hundreds, nothing overflows."""
     require_merge(trial, "large scores", "Subtract the larger lse from both before exp.")
+
+
+@check("merge_attention")
+def lse_far_below_zero_do_not_vanish(trial: Trial) -> None:
+    """Where both lse are near -150, both blocks count as anywhere else."""
+    require_merge(
+        trial,
+        "scores far below 0",
+        "Subtract the larger lse from both before exp, also where it is below 0. Only -inf needs another "
+        "number in its place.",
+    )
 
 
 @check("merge_attention")
