@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grader.checks import Fault, Trial, check, exercise, is_close
+from lessons_shared.evaluation import HELP, without_gradients
 from nanogpt.model import GPT, Dropout
 
 from .model_losses import built, config_of, dense, drawn, other_losses, small_config
@@ -58,7 +59,10 @@ NO_GRAPH = (
 
 
 def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[Tensor]) -> dict:
-    """A recorded pass over the first targets, half the loss over the second, a fresh one over the third."""
+    """A recorded pass over the first targets, half the loss over the second, a fresh one over the third.
+
+    Then, in evaluation, the losses over the first and the third.
+    """
     model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
     before = [x.clone() for x in (idx, *all_targets)]
     with rank.record() as recording, Watch(sizes["length"], dims=3) as watch:
@@ -77,8 +81,13 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
     except RuntimeError as error:
         error.add_note(NO_GRAPH)
         raise
+    third = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.eval()
+    silent = [without_gradients(lambda: model(idx, all_targets[0])[1])]
+    silent += [None, without_gradients(lambda: model(idx, all_targets[2])[1])]
     return {
-        "third": {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+        "third": third,
+        "silent": silent,
         "losses": [x.detach() for x in (loss, second_loss, third_loss)],
         "first": first,
         "both": both,
@@ -149,6 +158,26 @@ def loss_is_the_mean_over_all_counted_tokens(trial: Trial) -> None:
     help = "Sum the losses of the counted targets over all ranks, and divide by how many all ranks count."
     require_loss(trial, 0, "the loss where ranks count different numbers of targets", help)
     require_loss(trial, 2, "the loss where all counted targets are on one rank", help)
+
+
+@check("context_parallelize")
+def loss_is_the_same_where_no_gradient_is_wanted(trial: Trial) -> None:
+    """In eval mode, under torch.no_grad(), every rank has the loss that it had in training."""
+    seen = trial.once(observe)
+    for number, told in ((0, ""), (2, " where all counted targets are on one rank,")):
+        trial.close(
+            f"the loss in evaluation, under no_grad,{told}",
+            [r["silent"][number] for r in seen.results],
+            [r["losses"][number] for r in seen.results],
+            partial(own_losses, seen, seen.targets[number]),
+            HELP,
+        )
+
+
+def own_losses(seen: SimpleNamespace, targets: Tensor) -> dict[str, Fault]:
+    """Cause → what each rank has where it is told of its own targets alone."""
+    others = other_losses(seen, targets)
+    return {cause: other for cause, other in others.items() if isinstance(other, Fault)}
 
 
 PASSES = {
@@ -459,11 +488,19 @@ def training_curve_is_that_of_one_process(trial: Trial) -> None:
         )
 
 
+MODES = ("eval", "training")
+
+
 def last_probe(rank, sizes: dict, weights: dict, idx: Tensor) -> dict:
-    model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group).eval()
-    with torch.no_grad():
-        logits, loss = model(idx)
-    return {"logits": logits, "loss": loss is not None}
+    """By mode: the logits, and whether there was a loss. There is no dropout."""
+    model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
+    found = {}
+    for mode in MODES:
+        with torch.set_grad_enabled(mode == "training"):
+            logits, loss = model.train(mode == "training")(idx)
+        logits = logits.detach() if isinstance(logits, Tensor) else None
+        found[mode] = {"logits": logits, "loss": loss is not None}
+    return found
 
 
 def other_last_logits(everywhere: Tensor, n: int) -> dict[str, Fault]:
@@ -489,19 +526,22 @@ def other_last_logits(everywhere: Tensor, n: int) -> dict[str, Fault]:
 
 @check("context_parallelize", world_sizes=(2, 3), optional=True)
 def every_rank_can_sample(trial: Trial) -> None:
-    """Without targets every rank gets the logits of the sequence's last token, and no loss."""
+    """Without targets every rank gets the logits of the last token and no loss, in both modes."""
     sizes = small_config(trial)
     weights = drawn(trial, sizes)
     idx = trial.tokens(sizes["vocab_size"], 2, sizes["length"])
     with torch.no_grad():
         everywhere = built(sizes, weights).eval()(idx, idx)[0]
     results = trial.run(last_probe, sizes, weights, idx)
-    trial.close(
-        "what comes without targets",
-        [result["logits"] for result in results],
-        everywhere[:, [-1]],
-        lambda: other_last_logits(everywhere, trial.num_ranks),
-        help="GPT takes the last token of what it was given: here that is a rank's own last token.",
-    )
-    for rank, result in enumerate(results):
-        trial.require(not result["loss"], "without targets it returned a loss", rank=rank)
+    for mode in MODES:
+        trial.close(
+            f"what comes without targets in {mode} mode",
+            [result[mode]["logits"] for result in results],
+            everywhere[:, [-1]],
+            lambda: other_last_logits(everywhere, trial.num_ranks),
+            help="GPT takes the last token of what it was given: here that is a rank's own last token.",
+        )
+        for rank, result in enumerate(results):
+            trial.require(
+                not result[mode]["loss"], f"without targets it returned a loss in {mode} mode", rank=rank
+            )
