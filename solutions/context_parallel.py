@@ -467,7 +467,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, group
     the same on every rank, has the number of the document that each token of the whole sequence is in. A
     query sees the keys of its own document up to its own place in the sequence. Keys and values may be
     grouped: each of a_kv heads serves a/a_kv heads of q that follow one another. Returns (b, a, s/n, d) in
-    the dtype of q.
+    the dtype of q. Scores of a hundred overflow nothing.
 
     In forward, keys and values reach every rank once, with a_kv heads. In backward, a reduce-scatter of
     their gradients leaves each rank the sum for its own tokens. Queries stay where they are. Inputs and the

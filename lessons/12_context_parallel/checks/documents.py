@@ -1,5 +1,7 @@
 """Checks of `document_attention`: several documents in one sequence, and keys and values gathered."""
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,27 +68,42 @@ def same_document(documents: Tensor) -> Tensor:
     return (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
 
 
-def observe(trial: Trial) -> SimpleNamespace:
+def draw(trial: Trial) -> SimpleNamespace:
     n = trial.num_ranks
     b, a_kv, d, part = 2, trial.integer(2, 3), trial.choice((4, 6)), trial.integer(5, 7)
     length = n * part
     q, upstream = (trial.normal(b, length, PER_GROUP * a_kv, d) for _ in range(2))
     k, v = (trial.normal(b, length, a_kv, d) for _ in range(2))
-    documents = drawn_documents(trial, b, length)
-    where = [plain_positions(length, r, n) for r in range(n)]
-    parts = [[x[:, w] for x in (2 * q, k, v, upstream)] for w in where]
-    inputs = [x.double().transpose(1, 2).requires_grad_() for x in (2 * q, k, v)]
-    seen = SimpleNamespace(
-        results=trial.run(attend, per_rank=[[*each, documents] for each in parts], delays=True),
-        where=where,
-        inputs=inputs,
-        d_out=upstream.double().transpose(1, 2),
-        documents=documents,
+    return SimpleNamespace(
+        q=2 * q,
+        k=k,
+        v=v,
+        upstream=upstream,
+        documents=drawn_documents(trial, b, length),
+        where=[plain_positions(length, r, n) for r in range(n)],
         part=part,
-        block=k[:, where[0]].numel() * k.element_size(),
     )
-    seen.mask = same_document(documents) & causal(length)
+
+
+def given(seen: SimpleNamespace) -> list[list[Tensor]]:
+    """What each rank gets, as `attend` takes it."""
+    whole = (seen.q, seen.k, seen.v, seen.upstream)
+    return [[*(x[:, w] for x in whole), seen.documents] for w in seen.where]
+
+
+def attend_in_one_process(seen: SimpleNamespace) -> None:
+    """Sets `inputs` (b, a, s, d) in float64, `d_out`, `mask` and `out`."""
+    seen.inputs = [x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v)]
+    seen.d_out = seen.upstream.double().transpose(1, 2)
+    seen.mask = same_document(seen.documents) & causal(seen.documents.size(1))
     seen.out = grouped(seen, seen.mask)
+
+
+def observe(trial: Trial) -> SimpleNamespace:
+    seen = draw(trial)
+    seen.block = seen.k[:, seen.where[0]].numel() * seen.k.element_size()
+    seen.results = trial.run(attend, per_rank=given(seen), delays=True)
+    attend_in_one_process(seen)
     return seen
 
 
@@ -259,3 +276,82 @@ def documents_keep_the_dtype_of_q(trial: Trial) -> None:
             help="A mask of True and False leaves dtypes alone; one of 0 and -inf in float32 does not.",
             rank=r,
         )
+
+
+def attend_twice(rank: Any, before: list[Tensor], after: list[Tensor]) -> list[dict]:
+    return [attend(rank, *before), attend(rank, *after)]
+
+
+LARGE = 150.0
+"""exp() of it is too large for float32, and exp() of its negative is 0."""
+
+
+def observe_two_calls(trial: Trial) -> SimpleNamespace:
+    """One with scores up to 150, and another of the same shapes, with other documents."""
+    large = draw(trial)
+    make_large(large)
+    other = SimpleNamespace(**vars(large))
+    for name in ("q", "k", "v", "upstream"):
+        setattr(other, name, trial.normal(*getattr(large, name).shape))
+    other.documents = drawn_documents(trial, *large.documents.shape)
+    results = trial.run(attend_twice, per_rank=list(zip(given(large), given(other), strict=True)))
+    for i, seen in enumerate((large, other)):
+        attend_in_one_process(seen)
+        seen.results = [result[i] for result in results]
+    return SimpleNamespace(large=large, other=other)
+
+
+def make_large(seen: SimpleNamespace) -> None:
+    """Of every other query the largest score is 150; that of the first token, with itself alone, is -150.
+
+    The others stay as they are: from a softmax that is all on one key no gradient comes to q and k.
+    """
+    root = math.sqrt(seen.q.size(-1))
+    seen.k[:, 0] *= root / seen.k[:, 0].norm(dim=-1, keepdim=True)
+    keys = seen.k.repeat_interleave(PER_GROUP, dim=2)  # (b, s, a, d)
+    scores = torch.einsum("biad,bjad->baij", seen.q, keys) / root
+    mask = same_document(seen.documents) & causal(seen.documents.size(1))
+    seen.q[:, ::2] *= LARGE / scores.masked_fill(~mask, -math.inf)[:, :, ::2].amax()
+    seen.q[:, 0] = -LARGE / root * keys[:, 0]
+
+
+def require_values(trial: Trial, seen: SimpleNamespace, told: str, others: Callable, help: str) -> None:
+    """Output and gradients of a call; `others` has causes for the output."""
+    outs = [r["out"] for r in seen.results]
+    trial.close(f"the output {told}", outs, by_parts(seen, seen.out), others, help, rtol=1e-3)
+    whole = torch.autograd.grad(seen.out, seen.inputs, seen.d_out, retain_graph=True)
+    for i, label in enumerate("qkv"):
+        found = [r["gradients"][i] for r in seen.results]
+        trial.close(f"the gradient of {label} {told}", found, by_parts(seen, whole[i]), help=help, rtol=1e-3)
+
+
+@check("document_attention", first_of=(3, 2))
+def document_scores_do_not_overflow(trial: Trial) -> None:
+    """Scores of a hundred give what the softmax gives, forward and backward: nothing overflows."""
+    require_values(
+        trial,
+        trial.once(observe_two_calls).large,
+        "where scores reach 150, and -150 where a token sees itself alone,",
+        dict,
+        "Subtract the largest score of a row before exp, or leave the softmax to PyTorch.",
+    )
+
+
+@check("document_attention", first_of=(3, 2))
+def each_call_has_its_own_documents(trial: Trial) -> None:
+    """Another call, of the same shapes and with other documents, goes by its own: batches come and go."""
+    seen = trial.once(observe_two_calls)
+
+    def others() -> dict[str, list[Tensor]]:
+        before = by_parts(seen.other, grouped(seen.other, seen.large.mask))
+        return {
+            "it is what the documents of the call before would give: shapes do not tell them apart": before
+        }
+
+    require_values(
+        trial,
+        seen.other,
+        "of a second call, with other documents,",
+        others,
+        "Make the mask out of the documents that this call was given.",
+    )
