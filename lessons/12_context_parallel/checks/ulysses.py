@@ -315,10 +315,12 @@ def heads_that_do_not_divide_are_refused(trial: Trial) -> None:
 
 
 def observe_large(trial: Trial) -> SimpleNamespace:
-    """Scores up to 150, of which exp() is too large for float32."""
+    """Scores up to 150, of which exp() is too large for float32; that of the first token, alone, is -150."""
     seen = rings.draw(trial, ULYSSES)
     q, k = (x.transpose(1, 2) for x in (seen.q, seen.k))
-    seen.q = seen.q * 150 * math.sqrt(q.size(-1)) / (q @ k.transpose(-2, -1)).amax()
+    root = math.sqrt(q.size(-1))
+    seen.q = seen.q * 150 * root / (q @ k.transpose(-2, -1)).amax()
+    seen.q[:, 0] = -150 * root * seen.k[:, 0] / seen.k[:, 0].square().sum(-1, keepdim=True)
     seen.inputs = [x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v)]
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
     seen.results = trial.run(rings.attend_in, ULYSSES.name, per_rank=parts)
@@ -339,7 +341,7 @@ def ulysses_scores_do_not_overflow(trial: Trial) -> None:
         ),
     ):
         trial.close(
-            f"{what} where scores reach 150",
+            f"{what} where scores reach 150, and -150 where a token sees itself alone,",
             found,
             by_parts(seen, whole),
             help="Subtract the largest score of a row before exp, or leave the softmax to PyTorch.",
