@@ -50,7 +50,7 @@ def patterns(results: list[dict], which: str, embedded: bool) -> list[tuple[str,
 
 
 def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool, seeds: str) -> None:
-    """Between ranks, and from call to call."""
+    """Between ranks, from call to call, and between the dropouts of all ranks."""
     first, second = (patterns(results, which, embedded) for which in ("first", "second"))
     for (what, kept), (_, later) in zip(first, second, strict=True):
         for rank, mask in enumerate(kept):
@@ -77,6 +77,31 @@ def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool,
                     "common seed",
                     rank=rank,
                 )
+    for number, (what, kept) in enumerate(first):
+        for before, masks in first[:number]:
+            places_differ(trial, (before, masks), (what, kept), rate, seeds)
+
+
+def places_differ(
+    trial: Trial, one: tuple[str, list[Tensor]], two: tuple[str, list[Tensor]], rate: float, seeds: str
+) -> None:
+    """Between two dropouts: of one rank first, and then of two."""
+    (before, masks), (what, kept) = one, two
+    ranks = range(trial.num_ranks)
+    for rank, other in sorted(((r, o) for r in ranks for o in ranks), key=lambda pair: pair[0] != pair[1]):
+        same_rank = rank == other
+        trial.require(
+            not alike(kept[rank], masks[other], rate),
+            f"this rank dropped the same elements after {before} and after {what} ({seeds})"
+            if same_rank
+            else f"rank {other} dropped after {before} what rank {rank} dropped after {what} ({seeds})",
+            help="Draw a seed anew for each dropout, send rank 0's to all ranks, and add group.rank(). "
+            "(Seeds that are counted up meet: the second of rank 0 is the first of rank 1.)",
+            cause="two dropouts of a rank draw the same random numbers: their generators have one seed"
+            if all(torch.equal(a, b) for a, b in zip(kept, masks, strict=True))
+            else "",
+            rank=rank,
+        )
 
 
 def alike(a: Tensor, b: Tensor, rate: float) -> bool:

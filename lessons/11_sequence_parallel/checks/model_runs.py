@@ -109,6 +109,9 @@ def observe_model(trial: Trial) -> SimpleNamespace:
     dropping = [
         SimpleNamespace(name=name, config=config, weights=weights, idx=idx, targets=targets) for name in kinds
     ]
+    if trial.in_full:  # two layers, whose dropouts differ; the gradients are looked at in the first case
+        deeper = {**config, "n_layer": 2}
+        dropping[-1].config, dropping[-1].weights = deeper, drawn_weights(trial, deeper)
     given = [
         ((case.config, case.weights, case.idx, case.targets), few and case is plain[0]) for case in plain
     ]
@@ -116,8 +119,8 @@ def observe_model(trial: Trial) -> SimpleNamespace:
         (
             given,
             [
-                (config, weights, seeds[r], number == 0, idx, targets)
-                for number, seeds in enumerate(kinds.values())
+                (case.config, case.weights, kinds[case.name][r], number == 0, idx, targets)
+                for number, case in enumerate(dropping)
             ],
         )
         for r in range(n)
