@@ -411,7 +411,10 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: ProcessGroup) -> "VocabParallelEmbedding":
-        """This rank's rows of a dense table that is the same on every rank, in a copy of their own."""
+        """This rank's rows of a dense table that is the same on every rank, in a copy of their own.
+
+        Dtype and device are the dense table's.
+        """
         # answer
         table = cls(*embedding.weight.shape, group=group)
         table.weight = nn.Parameter(cls._own_rows(embedding.weight.detach(), group))
@@ -502,7 +505,8 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     Called as before, with the same whole batch on every rank. The loss is the dense one on every rank.
     With targets the logits are this rank's part of the vocabulary, (b, s, rows); without targets they
     are whole, (b, 1, v), and equal on every rank, so that `generate` works (on ranks that are seeded
-    alike, if it samples). After `loss.backward()` every gradient is complete, and the same on every rank
+    alike, if it samples). Those are there to sample from: no gradient need flow through them. After
+    `loss.backward()` every gradient is complete, and the same on every rank
     where the parameter is replicated. Every matrix of attention and MLP and the token table are cut.
     Parameter names stay GPT's; `lm_head` and `wte` stay tied. Two all-reduces of (b, s, h) a block each
     way, one more for the vocabulary, and no logits. A dropout after a sum drops the same elements on every

@@ -121,6 +121,26 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
         stand_alone(trial, seen.results)
 
 
+def table_dtype_probe(rank, size: int) -> dict:
+    """What `from_embedding` makes of a table in bfloat16, and what that looks up."""
+    dense = nn.Embedding(size, 4, dtype=torch.bfloat16, device=rank.device)
+    layer = rank.submission.VocabParallelEmbedding.from_embedding(dense, group=rank.group)
+    return {"weight": layer.weight.detach(), "its output": layer(torch.arange(3, device=rank.device))}
+
+
+@check("VocabParallelEmbedding", world_sizes=(2,), subgroup=False)
+def embedding_keeps_the_dtype(trial: Trial) -> None:
+    """`from_embedding` keeps the dense table's dtype."""
+    for rank, made in enumerate(trial.run(table_dtype_probe, 4 * trial.num_ranks)):
+        for name, tensor in made.items():
+            trial.require(
+                tensor.dtype == torch.bfloat16,
+                f"{name} is {tensor.dtype}, where the dense table's is torch.bfloat16",
+                help="Cut the dense table itself: its rows have its dtype and device, and so has a look-up.",
+                rank=rank,
+            )
+
+
 @check("VocabParallelEmbedding")
 def embedding_output_is_the_dense_one(trial: Trial) -> None:
     """Every rank gets every token's row."""
