@@ -133,25 +133,65 @@ def finish_waits_for_the_network(trial: Trial) -> None:
     require_kind(trial, seen, "SGD", "once", "Until work.wait() has returned, the share is not there.")
 
 
-def what_is_left(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """The `.grad` that are there after a pass and finish; a parameter of the model is used by no rank."""
+def what_is_left(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> dict:
+    """The `.grad` that are there after a pass and finish; a parameter of the model is used by no rank.
+
+    And what a call by name returns before that, or the words of its TypeError.
+    """
     model = build(Odd, seed, torch.float64).to(rank.device)
     wrapped = wrap(rank, model)
+    with torch.no_grad():
+        try:
+            by_name = wrapped(tokens, targets=targets)
+        except TypeError as error:
+            by_name = str(error)
     rank.submission.ShardedOptimizer(wrapped.parameters(), SGD, rank.group, lr=0.1).zero_grad()
     wrapped(tokens, targets)[1].backward()
     wrapped.finish_gradient_synchronization()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    left = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"left": left, "by name": by_name}
 
 
 def observe_what_is_left(trial: Trial) -> SimpleNamespace:
     seed, data = trial.seed(), [batches[0] for batches in draw(trial, 1)]
     results = trial.run(what_is_left, seed, per_rank=data)
-    own = []
+    own, outputs = [], []
     for batch in data:
         model = build(Odd, seed, torch.float64)
-        model(*batch)[1].backward()
+        logits, loss = model(*batch)
+        loss.backward()
         own.append({name: p.grad for name, p in model.named_parameters()})
-    return SimpleNamespace(results=results, own=own)
+        outputs.append((logits.detach(), loss.detach()))
+    return SimpleNamespace(results=results, own=own, outputs=outputs)
+
+
+@check("ShardedGradients", world_sizes=(2,), subgroup=False)
+def what_is_given_by_name_is_handed_on(trial: Trial) -> None:
+    """Called as wrapped(tokens, targets=targets), it returns what the module returns."""
+    seen = trial.once(observe_what_is_left)
+    help = "return self.module(*args, **kwargs): what is given by name is handed on, too."
+    returned = [result["by name"] for result in seen.results]
+    for r, each in enumerate(returned):
+        trial.require(
+            not isinstance(each, str),
+            f"wrapped(tokens, targets=targets) ended in TypeError: {each}",
+            help=help,
+            rank=r,
+            cause="targets, given by name, do not reach the module" if "'targets'" in str(each) else "",
+        )
+        trial.require(
+            isinstance(each, tuple) and len(each) == 2,
+            f"wrapped(tokens, targets=targets) returned {type(each).__name__}; the module, logits and loss",
+            help=help,
+            rank=r,
+        )
+    for place, what in enumerate(("logits", "loss")):
+        trial.close(
+            f"the {what} of wrapped(tokens, targets=targets)",
+            [each[place] for each in returned],
+            [outputs[place] for outputs in seen.outputs],
+            help=help,
+        )
 
 
 @check("ShardedGradients", world_sizes=(2, 3), subgroup=False)
@@ -159,7 +199,7 @@ def no_gradient_waits_for_others(trial: Trial) -> None:
     """After finish no `.grad` is a rank's own: also where another of its bucket never got a gradient."""
     seen = trial.once(observe_what_is_left)
     for r, result in enumerate(seen.results):
-        for name, gradient in result.items():
+        for name, gradient in result["left"].items():
             own = [gradients[name] for gradients in seen.own]
             right = own[0] is not None and is_close(gradient, torch.stack(own).mean(0))
             mine = own[r] is not None and is_close(gradient, own[r])
