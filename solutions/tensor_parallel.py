@@ -446,10 +446,11 @@ def vocab_parallel_cross_entropy(logits_shard: Tensor, targets: Tensor, group: P
     """Mean cross entropy in nats over the targets that are not -1, from logits cut along the vocabulary.
 
     logits_shard (N, v/n): rank r has the r-th slice of the vocabulary; targets (N,) are the same on every
-    rank. The result is the same scalar on every rank, and its gradient reaches each rank's shard. No more
-    than a few numbers a token travel (three: the largest logit, the sum of exponentials, the target's
-    logit), and the full logits never exist. Logits of 100 overflow nothing. A column of -inf is a word that
-    does not exist. Logits and targets are not changed.
+    rank. The result is the same scalar on every rank, and its gradient reaches each rank's shard. A second
+    backward through the same graph finds the same gradient, or is refused. No more than a few numbers a
+    token travel (three: the largest logit, the sum of exponentials, the target's logit), and the full logits
+    never exist. Logits of 100 overflow nothing. A column of -inf is a word that does not exist. Logits and
+    targets are not changed.
     """
     # answer
     vocabulary = logits_shard.size(-1)

@@ -51,7 +51,11 @@ def one_entropy(rank, case: dict) -> dict:
         loss = rank.submission.vocab_parallel_cross_entropy(logits, targets, rank.group)
         unchanged = torch.equal(before, logits.detach()) and torch.equal(targets, case["targets"])
         recording.mark(BACKWARD)
-        (loss * case["factor"]).backward()
+        (loss * case["factor"]).backward(retain_graph=True)
+    try:
+        (again,) = torch.autograd.grad(loss * case["factor"], leaf)
+    except RuntimeError:  # a backward that writes into what it saved may refuse the second time
+        again = None
     call = rank.submission.vocab_parallel_cross_entropy
     silent = without_gradients(call, leaf.detach(), targets, rank.group)
     return {
@@ -59,6 +63,7 @@ def one_entropy(rank, case: dict) -> dict:
         "evaluation": {"silent": silent},
         "loss": loss,
         "gradient": leaf.grad,
+        "again": again,
         "unchanged": unchanged,
         "recording": recording,
     }
@@ -312,6 +317,20 @@ def logits_gradient_is_the_dense_one(trial: Trial) -> None:
     """The gradient of this rank's logits is that slice of the dense gradient, zero for ignored targets."""
     for name in ("plain", "with ignored targets", "all targets on the last rank"):
         entropy_gradient(trial, trial.once(observe_entropy)[name], name)
+
+
+@check("vocab_parallel_cross_entropy")
+def a_second_backward_finds_the_same(trial: Trial) -> None:
+    """A second backward through the same graph finds the same gradient, if it is not refused."""
+    seen = trial.once(observe_entropy)["with ignored targets"]
+    second = each_rank(seen, "again")
+    if all(gradient is not None for gradient in second):
+        trial.close(
+            "the gradient of the logits, of a second backward through the same graph",
+            second,
+            each_rank(seen, "gradient"),
+            help="retain_graph=True lets backward come again: write into nothing that forward keeps for it.",
+        )
 
 
 @check("vocab_parallel_cross_entropy")
