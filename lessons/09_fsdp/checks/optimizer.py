@@ -186,6 +186,47 @@ def what_is_reached_no_more_stays(trial: Trial) -> None:
         )
 
 
+def add_later(rank: Any, start: list[Tensor], x: Tensor) -> list[Tensor] | None:
+    """Two parameters after two steps; the second one's group is added between. None if that is refused."""
+    parameters = [nn.Parameter(each.clone()) for each in start]
+    optimizer = rank.submission.ShardedOptimizer(parameters[:1], SGD, rank.group, lr=1.0)
+    for number in range(2):
+        try:
+            if number:
+                optimizer.add_param_group({"params": parameters[1:], "lr": 0.5})
+            optimizer.zero_grad()
+            torch.stack([(parameter * x).sum() for parameter in parameters]).sum().backward()
+            optimizer.step()
+        except (ValueError, NotImplementedError):  # an optimizer that is not made of the shell may
+            if not number:
+                raise
+            return None
+    return [parameter.detach() for parameter in parameters]
+
+
+@check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
+def a_group_may_come_later(trial: Trial) -> None:
+    """A group that `add_param_group` adds after a step moves in the next one, at its own learning rate."""
+    start, x = [trial.normal(7) for _ in range(2)], [trial.normal(7) for _ in range(trial.num_ranks)]
+    mean = torch.stack(x).mean(0)
+    results = trial.run(add_later, start, per_rank=[(each,) for each in x])
+    if any(result is None for result in results):
+        return
+    for number, (before, found) in enumerate(zip(start, zip(*results, strict=True), strict=True)):
+        trial.close(
+            f"a parameter {('that was there from the start', 'of a group that was added later')[number]}",
+            list(found),
+            before - (2, 0.5)[number] * mean,
+            alternatives={
+                "it stays as it was: no step knows of a group that was added after the first one": before,
+                "it moved at the first group's learning rate": before - mean,
+            }
+            if number
+            else {},
+            help="Ask self.shares() in every step: what it was in the first is not all that is trained.",
+        )
+
+
 def load_between(rank: Any, start: list[Tensor], loaded: list[Tensor], x: list[Tensor]) -> list[Tensor]:
     """Parameters after a step of SGD, other weights that are loaded into them, and one more step."""
     parameters = nn.ParameterList(each.clone() for each in start)
