@@ -305,7 +305,7 @@ def block_computes_its_share(trial: Trial) -> None:
 
 @check("sequence_parallel_block", world_sizes=FEWER)
 def block_dropouts_differ_between_ranks(trial: Trial) -> None:
-    """Ranks drop different elements of their different tokens, also if they share a seed."""
+    """No two dropouts drop the same elements, of one rank or of two, also if the ranks share a seed."""
     for seen in trial.once(observe_block).dropping:
         masks_differ(trial, seen.results, RATE, False, seen.name)
 

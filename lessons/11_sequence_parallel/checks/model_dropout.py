@@ -35,7 +35,7 @@ def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
 
 @check("sequence_parallelize", world_sizes=FEWER)
 def dropout_differs_where_tokens_differ(trial: Trial) -> None:
-    """Ranks drop different elements of their different tokens, also if they share a seed."""
+    """No two dropouts drop the same elements, of one rank or of two, also if the ranks share a seed."""
     for seen in trial.once(observe_model).dropping:
         masks_differ(trial, seen.results, RATE, True, seen.name)
 
