@@ -191,7 +191,8 @@ def as_if_all_had_as_many(seen: SimpleNamespace, ranges: list[tuple[int, int]]) 
     for rank, (first, size) in enumerate(ranges):
         own = seen.idx - rank * size
         there = (own >= 0) & (own < size)
-        total += seen.table[first + own.clamp(0, max(size - 1, 0))] * there.unsqueeze(-1)
+        if size:  # the last ranks may have rows that fill up, and no other
+            total += seen.table[first + own.clamp(0, size - 1)] * there.unsqueeze(-1)
     cause = (
         "a rank's first row is taken for r times its own number of rows, and the ranks have different numbers"
     )

@@ -47,7 +47,7 @@ def with_one_frozen(rank, inputs: list[Tensor | None], upstream: Tensor) -> dict
     return found
 
 
-def one_linear(rank, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor) -> dict:
+def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor) -> dict:
     leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (x, weight, bias)]
     given = upstream.clone()
     with rank.record(memory=True) as recording:
@@ -64,7 +64,7 @@ def one_linear(rank, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: T
         "weight": gradients[1],
         "bias": gradients[2],
         "weight_twice": leaves[1].grad,
-        "one frozen": with_one_frozen(rank, [x, weight, bias], upstream),
+        "one frozen": with_one_frozen(rank, [x, weight, bias], upstream) if in_full else None,
         "changed": not torch.equal(given, upstream)
         or any(
             leaf is not None and not torch.equal(leaf, was)
@@ -101,7 +101,7 @@ def linear_case(trial: Trial, with_bias: bool) -> SimpleNamespace:
 def observe_linear(trial: Trial) -> list[SimpleNamespace]:
     cases = [linear_case(trial, True), linear_case(trial, False)]
     runs = [
-        ([(c.xs[r], c.weights[r], c.biases[r], c.upstreams[r]) for c in cases],)
+        ([(trial.in_full, c.xs[r], c.weights[r], c.biases[r], c.upstreams[r]) for c in cases],)
         for r in range(trial.num_ranks)
     ]
     results = trial.run(linear_probe, per_rank=runs)

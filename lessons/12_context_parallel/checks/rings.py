@@ -52,7 +52,7 @@ ZIGZAG = Kind("zigzag_ring_attention", zigzag_positions, 2)
 
 
 def hold_back(rank, stretch: str) -> bool:
-    """On rank 0, before it starts: whether every other rank computes a block without a message from it."""
+    """Tell that this rank begins. On rank 0: whether every other one computes a block without a message."""
     rank.tell(f"rank {rank.rank} begins {stretch}")
     others = range(1, rank.num_ranks) if rank.rank == 0 else ()
     if not others or rank.device.type != "cpu":

@@ -104,7 +104,10 @@ def observe(trial: Trial) -> SimpleNamespace:
     for sizes, kind in plans:
         scale = 300.0 if kind.startswith("float16") else 1.0
         models = [
-            {n: (scale * trial.normal(*PARAMETERS[n][0])).to(KINDS.get(kind)) for n in names_in(kind)}
+            {
+                n: (scale * trial.normal(*PARAMETERS[n][0])).to(KINDS.get(kind, torch.float32))
+                for n in names_in(kind)
+            }
             for _ in range(sizes.get(APART, 1))
         ]
         wholes.append([models[which_mesh(rank, sizes)] for rank in range(trial.num_ranks)])
