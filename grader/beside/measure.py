@@ -28,7 +28,9 @@ def leaves_in(value: Any, kind: type[T]) -> list[T]:
     return found
 
 
-NO_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+NO_LEAVES = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 """Types of most arguments that hold nothing."""
 
 

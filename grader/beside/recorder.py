@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from grader.beside.flights import WAITING, Flights
+from grader.beside.flops import flops_of
 from grader.beside.measure import tensors_in
 from grader.beside.unseen import most_calls, world_ranks
 from grader.ranks.recording import Event, Recording, Totals
@@ -65,6 +65,7 @@ _FUNCTIONAL = {
 }
 
 
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _COMMUNICATION = ("c10d", "_c10d_functional")
 _DTENSOR = os.path.join(os.path.dirname(torch.__file__), "distributed", "tensor", "")
 
@@ -82,6 +83,12 @@ def _is_for_shapes_alone(tensors: list[Tensor]) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith(_DTENSOR):
         frame = frame.f_back
     return frame is not None
+
+
+@cache
+def _communicates(func: Any) -> bool:
+    """Whether it is one of torch.distributed. Looked up once: torch splits the name at every question."""
+    return func.namespace in _COMMUNICATION
 
 
 @cache
@@ -116,6 +123,11 @@ class Recorder(TorchDispatchMode):
         """World ranks of a group → calls that its backend counts for what was seen (see beside.unseen)."""
         self.flights = Flights(lambda: self._place()[:2])
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Where torch asks: nothing is compiled below a recorder, and the fence takes a tenth of its time."""
+        return False
+
     @contextmanager
     def record(
         self, saved: bool = False, memory: bool = False, ignore: Iterable[Tensor] = ()
@@ -141,10 +153,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_unfolds(kind) for kind in types):
-            return NotImplemented  # a DTensor first turns into what its rank computes and sends
+        for kind in types:
+            if _unfolds(kind):
+                return NotImplemented  # a DTensor first turns into what its rank computes and sends
         self._index += 1
-        event = self._event(func, args, kwargs) if func.namespace in _COMMUNICATION else None
+        communicates = _communicates(func)
+        event = self._event(func, args, kwargs) if communicates else None
         self.flights.before(func, args, kwargs)
         if event is not None:
             self._on_event(event)
@@ -156,7 +170,7 @@ class Recorder(TorchDispatchMode):
         if event is not None and func.namespace == "c10d":
             self.flights.started(func, args, event, result)
         if self._window is not None:
-            if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
+            if communicates and func._opname == "wait_tensor":
                 self._window.saw_wait()
             self._window.see(func, args, kwargs, result, event, self._index)
         return result
@@ -209,7 +223,7 @@ class Recorder(TorchDispatchMode):
         asynchronous: bool,
         scale: int = 1,
     ) -> Event:
-        file, line, called_op = self._place()
+        file, line, called_op = self._place(looking_for_op=kind in _REDUCTIONS and not op)
         return Event(
             kind=kind,
             num_bytes=sum(t.numel() * t.element_size() for t in tensors) * scale,
@@ -218,7 +232,7 @@ class Recorder(TorchDispatchMode):
             shape=tuple(tensors[0].shape) if tensors else (),
             group=group,
             peer=peer,
-            op=op or (called_op if kind in ("all_reduce", "reduce", "reduce_scatter") else ""),
+            op=op or called_op,
             asynchronous=asynchronous,
             file=file,
             line=line,
@@ -226,14 +240,15 @@ class Recorder(TorchDispatchMode):
             index=self._index,
         )
 
-    def _place(self) -> tuple[str, int, str]:
+    def _place(self, looking_for_op: bool = False) -> tuple[str, int, str]:
         """The learner's innermost line on the stack, and the reduction that was asked for."""
         op = ""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
             if (
-                not op
+                looking_for_op
+                and not op
                 and file.endswith("distributed_c10d.py")
                 and isinstance(frame.f_locals.get("op"), dist.ReduceOp | dist.ReduceOp.RedOpType)
             ):
@@ -284,7 +299,7 @@ class Window:
             return
         if event is not None:
             self.add(event)
-        flops = _flops(func, args, kwargs, result)
+        flops = flops_of(func, args, kwargs, result)
         if flops is not None:
             totals = self._recording.totals[self.mark_name]
             totals.flops += flops
@@ -334,28 +349,6 @@ class Window:
             return tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-_SECOND_FACTOR = {"mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
-"""Products of matrices, and which argument is the second one."""
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """Those of a product, a convolution or attention; None for any other operation.
-
-    torch's own formulas look through all arguments, which takes longer than a small product: what there is
-    most of goes first.
-    """
-    second = _SECOND_FACTOR.get(func._opname) if func.namespace == "aten" else None
-    if second is not None and len(args) > second and type(result) is Tensor:
-        return 2 * result.numel() * args[second].shape[-2]
-    formula = _formula(func)
-    return None if formula is None else formula(*args, **kwargs, out_val=result)
-
-
-@cache
-def _formula(func: Any) -> Callable[..., int] | None:
-    return flop_registry.get(func._overloadpacket)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, Any]:

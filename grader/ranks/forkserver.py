@@ -29,6 +29,7 @@ from grader.ranks.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prc
 from nanogpt.turns import take_whole_turns
 
 WARM_UP = (
+    "cloudpickle",
     "matplotlib.pyplot",
     "numpy.ctypeslib",
     "torch.distributed.fsdp",
@@ -38,7 +39,7 @@ WARM_UP = (
     "nanogpt.data",
     "nanogpt.parallel",
 )
-"""What torch, or the first cell of a notebook, would else import in every rank.
+"""What torch, a probe, or the first cell of a notebook would else import in every rank.
 
 Matplotlib alone is half a second of processor time, and nanogpt a quarter of a small run. Nothing here is
 needed: some of it is torch's private affair, which comes and goes with its versions.
