@@ -25,7 +25,8 @@ from grader.beside.tampering import Guard
 from grader.ranks.frames import send_frame
 from grader.ranks.large_pages import LargePages
 from grader.ranks.leftovers import MARK, kill_marked
-from grader.ranks.supervisor import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl, supervise
+from grader.ranks.processes import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl
+from grader.ranks.supervisor import supervise
 from nanogpt.turns import take_whole_turns
 
 WARM_UP = (

@@ -6,7 +6,6 @@ answered, the judge may ask the same ranks for another one; between the two they
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -17,7 +16,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +27,19 @@ from grader.beside.worker import run_worker
 from grader.ranks.event_log import EventLog
 from grader.ranks.frames import FrameBuffer, receive_frame, send_frame
 from grader.ranks.leftovers import SharedMemory, let_trackers_end
+from grader.ranks.processes import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    could_run,
+    cpu_seconds,
+    descendants,
+    kill,
+    memory_in_files,
+    prctl,
+    reap_all,
+    those_of,
+)
 from nanogpt.turns import keep_to_one_core
 
 TICK_SECONDS = 0.03
@@ -70,15 +81,6 @@ class _Rank:
     state: RankState = field(default_factory=RankState)
     frames: FrameBuffer = field(default_factory=FrameBuffer)
     record: bytes = b""
-
-
-def prctl(option: int, value: int) -> None:
-    """Set a process attribute where the system has prctl (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def supervise(judge: socket.socket, guard: Guard) -> None:
@@ -310,9 +312,9 @@ class _Run:
         runnable, rss, num_threads = False, 0, 0
         answered = {r.pid for r in self.ranks if r.state.status == "done"}
         processes = (
-            _descendants()
+            descendants()
             if tree
-            else _processes(rank.pid for rank in self.ranks if rank.state.exit_code is None)
+            else those_of(rank.pid for rank in self.ranks if rank.state.exit_code is None)
         )
         if len(processes) > self.header["max_processes"]:
             self.ended = "processes"
@@ -321,14 +323,14 @@ class _Run:
             try:
                 with process.oneshot():
                     if process.pid not in answered:
-                        self.cpu[process.pid] = _cpu_seconds(process)
-                        runnable |= _could_run(process)
+                        self.cpu[process.pid] = cpu_seconds(process)
+                        runnable |= could_run(process)
                     rss += max(process.memory_info().rss - self.base_rss, 0)
                     num_threads += process.num_threads()
             except psutil.Error:
                 continue
         if tree:
-            rss += _memory_in_files(processes)
+            rss += memory_in_files(processes)
             self._wake_fork_server()
         if num_threads > self.header["max_threads"]:
             self.ended = "threads"
@@ -349,7 +351,7 @@ class _Run:
             rank.dump.seek(0)
             rank.state.stack = rank.dump.read(OUTPUT_LIMIT).decode(errors="replace")
         if shared.new():  # mostly there is none
-            below = _descendants()
+            below = descendants()
             shared.see(below)
             let_trackers_end(below)
         self._tell_all(signal.SIGKILL)  # at one blow, also what forks faster than it can be counted
@@ -358,12 +360,12 @@ class _Run:
                 os.kill(rank.pid, signal.SIGKILL)  # wherever it has gone: it is not reaped, so it is this one
                 os.waitpid(rank.pid, 0)
         for _ in range(200):
-            below = _descendants()
+            below = descendants()
             if not below:
                 break
             for process in below:
-                _kill(process)
-            _reap_all()
+                kill(process)
+            reap_all()
             time.sleep(0.002)
 
     def _wake_fork_server(self) -> None:
@@ -423,74 +425,3 @@ def _limit(memory_bytes: int, directory: Path) -> None:
 
 def _registered(selector: selectors.BaseSelector) -> set[Any]:
     return {key.fileobj for key in selector.get_map().values()}
-
-
-def _descendants() -> list[psutil.Process]:
-    try:
-        return psutil.Process().children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def _processes(pids: Iterable[int]) -> list[psutil.Process]:
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            found.append(psutil.Process(pid))
-    return found
-
-
-def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:
-    """Of the main thread and of the others; where the system does not tell, all is the main thread's."""
-    times = process.cpu_times()
-    total = times.user + times.system
-    main = _main_thread_seconds(process)
-    return (total, 0.0) if main is None else (main, total - main)
-
-
-def _main_thread_seconds(process: psutil.Process) -> float | None:
-    """Linux has a file for it. To ask for all threads takes milliseconds: each group of gloo's has three."""
-    try:
-        with open(f"/proc/{process.pid}/task/{process.pid}/stat", "rb") as file:
-            user, system = file.read().rpartition(b")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        pass
-    with contextlib.suppress(psutil.AccessDenied):  # macOS tells nobody but root
-        return next((t.user_time + t.system_time for t in process.threads() if t.id == process.pid), None)
-    return None
-
-
-def _could_run(process: psutil.Process) -> bool:
-    """Whether a process runs, or waits for a core or a disk; only Linux tells it from one that sleeps."""
-    waits = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-    return sys.platform == "linux" and process.status() in waits
-
-
-def _memory_in_files(processes: Iterable[psutil.Process]) -> int:
-    """Bytes of the anonymous files (memfd) that processes have open: no process's own memory counts them."""
-    sizes = {}
-    for process in processes:
-        with contextlib.suppress(OSError):
-            for name in os.listdir(f"/proc/{process.pid}/fd"):
-                file = f"/proc/{process.pid}/fd/{name}"
-                with contextlib.suppress(OSError):
-                    if os.readlink(file).startswith("/memfd:"):
-                        status = os.stat(file)
-                        sizes[status.st_ino] = 512 * status.st_blocks
-    return sum(sizes.values())
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.Error:
-        return
-
-
-def _reap_all() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
