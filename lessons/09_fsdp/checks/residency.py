@@ -50,7 +50,7 @@ def observe_dense(rank: Any, tokens: Tensor, targets: Tensor) -> int:
 
 
 def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
-    activations = observe_dense(rank, *batch)
+    activations = observe_dense(rank, *batch) if rank.rank == 0 else 0  # they are as many on every rank
     with rank.record(memory=True) as recording:
         model = build(deep_gpt, seed).to(rank.device)
         watch(model, recording)
@@ -94,8 +94,9 @@ def observe(trial: Trial) -> SimpleNamespace:
     model, n = build(deep_gpt, 0), trial.num_ranks
     block = bytes_of(model.transformer.h[0])
     largest = max(p.numel() * p.element_size() for p in model.parameters())
+    results = run(trial, measure, trial.seed(), batch)
     return SimpleNamespace(
-        results=run(trial, measure, trial.seed(), batch),
+        results=[{**result, "activations": results[0]["activations"]} for result in results],
         model=model,
         num_blocks=DEEP.n_layer,
         block=block,
