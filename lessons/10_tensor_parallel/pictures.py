@@ -103,11 +103,10 @@ def draw_tax(overhead: Any) -> None:
         axes.plot(h, 100 * answers.tax(h, 8, speed), "o", color=BLUE if speed == answers.NVLINK else ORANGE)
     axes.plot([], [], "o", color="grey", label="the widths that you guessed")
     axes.axhline(100, color="black", linewidth=0.8)
-    axes.text(widths[0], 110, "sends as long as it computes", fontsize=9)
     marked = list(TRAINED.items())[:3]
     axes.set_xticks([h for _, h in marked], [f"{name}\nh = {h:,}" for name, h in marked])
     axes.set_xticks([], minor=True)
-    axes.set_yticks([1, 10, 100, 1000], ["1%", "10%", "100%", "1000%"])
+    axes.set_yticks([1, 10, 100, 1000], ["1%", "10%", "100%: as long\nas it computes", "1000%"])
     axes.set_title("Time to communicate, in percent of the time to compute")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     plt.tight_layout()

@@ -30,9 +30,9 @@ def draw_mesh() -> None:
                 axes.annotate("", (u, v), (x, y), arrowprops=style, zorder=1)
     for rank, (x, y) in spot.items():
         place = {"data": rank // 4, "context": rank // 2 % 2, "tensor": rank % 2}
-        axes.add_patch(plt.Circle((x, y), 0.52, facecolor="white", edgecolor="black", zorder=2))
+        axes.add_patch(plt.Circle((x, y), 0.6, facecolor="white", edgecolor="black", zorder=2))
         told = "\n".join(f"{WHAT[axis]} {place[axis]}" for axis in place)
-        axes.text(x, y + 0.33, f"rank {rank}", ha="center", va="center", fontsize=9, weight="bold", zorder=3)
+        axes.text(x, y + 0.34, f"rank {rank}", ha="center", va="center", fontsize=9, weight="bold", zorder=3)
         axes.text(x, y - 0.1, told, ha="center", va="center", fontsize=8, zorder=3)
     told = {
         "tensor": "tensor: the residual stream, 4 times a layer",
@@ -41,7 +41,7 @@ def draw_mesh() -> None:
     }
     handles = [plt.Line2D([], [], color=AXES[axis], lw=3) for axis in told]
     axes.legend(handles, told.values(), loc="upper center", ncols=3, bbox_to_anchor=(0.5, 0.06))
-    axes.set(xlim=(-0.8, 7.3), ylim=(-3.7, 1.75), aspect="equal")
+    axes.set(xlim=(-0.8, 7.3), ylim=(-3.7, 1.8), aspect="equal")
     axes.axis("off")
     plt.show()
 
