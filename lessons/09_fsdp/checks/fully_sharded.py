@@ -40,7 +40,7 @@ from .wire import travelled
 
 exercise(
     "FullySharded",
-    world_sizes=(2, 1, 4, 3),
+    world_sizes=(2, 1, 3, 4),
     subgroup=True,
     hints=(
         "Lay a block's weights end to end, pad to a multiple of n, and cut: one all-gather then makes the "
