@@ -137,7 +137,7 @@ def relay_microbatches(layer, inputs, group):
         if rank:
             coming.pop().wait()
             coming = [dist.irecv(y, group=group, group_src=rank - 1) for y in received[i + 1 : i + 2]]
-        x = layer(x)
+        x = layer(x).contiguous()
         if rank < last:
             leaving.append((x, dist.isend(x, group=group, group_dst=rank + 1)))
         else:

@@ -574,7 +574,17 @@ def a_round_has_one_sender_and_one_receiver(trial: Trial) -> None:
                 rank=r,
             )
     if seen.device == "cpu":
-        require_turns(trial, seen.recordings)
+        require_turns(trial, seen, 0)
+
+
+@check("all_to_all", subgroup=False)
+def rounds_come_in_turn_with_shapes_too(trial: Trial) -> None:
+    """Where shapes are handed over, too, a round is over before the next one begins."""
+    seen = trial.once(observe_uneven)
+    if seen.device == "cpu":
+        for i in range(len(seen.cases)):
+            require_turns(trial, seen, i)
+    require_waits(trial, seen)
 
 
 def _large(recording: Recording, kind: str) -> list[Event]:
@@ -582,16 +592,17 @@ def _large(recording: Recording, kind: str) -> list[Event]:
     return [e for e in events(recording, 0) if e.kind == kind and e.num_bytes > SMALL]
 
 
-def require_turns(trial: Trial, recordings: Sequence[Recording]) -> None:
-    """No more than a send and a receive are under way at a time."""
-    for r, recording in enumerate(recordings):
+def require_turns(trial: Trial, seen: SimpleNamespace, i: int) -> None:
+    """In a case, no more than a send and a receive are under way at a time."""
+    for r, recording in enumerate(seen.recordings):
         for started, event in enumerate(recording.events):
-            if event.after != "0":
+            if event.after != f"{i}":
                 continue
             over = sum(before <= started for before in recording.waited_after)
             trial.require(
                 started - over < 2,
-                f"it starts {event.describe()} while {started - over} messages are still under way",
+                f"given {seen.cases[i]} it starts {event.describe()} while {started - over} messages are "
+                "still under way",
                 cause="the messages of all rounds are started at once, or of two",
                 help="Wait for both messages of a round before the next one begins.",
                 rank=r,

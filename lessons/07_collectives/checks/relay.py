@@ -1,6 +1,8 @@
 """Checks of `relay_microbatches`: a buffer that is being sent belongs to the network until `wait()`."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, exercise, is_close
 
 from .traffic import SMALL, require_messages_alone, unwaited
 
@@ -36,7 +38,7 @@ def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) 
         time.sleep(pause)
         if weight is None:
             return x if len(calls) % 2 else x.view_as(x)
-        return torch.tanh(x @ weight)
+        return torch.tanh(x @ weight.to(x.dtype))
 
     given = [x.clone() for x in inputs]
     with rank.record() as recording:
@@ -55,13 +57,17 @@ def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) 
 
 
 def observe_relay(
-    trial: Trial, slow_receivers: bool, delays: bool = False, identity: bool = False
+    trial: Trial,
+    slow_receivers: bool,
+    delays: bool = False,
+    identity: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> SimpleNamespace:
     """All ranks are given inputs of one shape; those of the others are rank 0's business alone."""
     n, num_inputs, h = trial.num_ranks, trial.integer(6, 8), trial.integer(9, 15)
-    inputs = [trial.normal(3, h) for _ in range(num_inputs)]
-    others = [torch.full((3, h), float("nan")) for _ in range(num_inputs)]
-    weights = [None if identity else trial.normal(h, h) * 2 / h**0.5 for _ in range(n)]
+    inputs = [trial.normal(3, h, dtype=dtype) for _ in range(num_inputs)]
+    others = [torch.full((3, h), float("nan"), dtype=dtype) for _ in range(num_inputs)]
+    weights = [None if identity else trial.normal(h, h, dtype=dtype) * 2 / h**0.5 for _ in range(n)]
     pauses = [PAUSE * (r if slow_receivers else n - 1 - r) / max(n - 1, 1) for r in range(n)]
     results = trial.run(
         relay,
@@ -72,7 +78,7 @@ def observe_relay(
     for weight in weights:
         if weight is not None:
             stages.append([torch.tanh(x.double() @ weight.double()) for x in stages[-1]])
-    expected = [x.float() for x in stages[-1]]
+    expected = [x.to(dtype) for x in stages[-1]]
     return SimpleNamespace(
         inputs=inputs,
         weights=weights,
@@ -88,7 +94,7 @@ def observe_slow_receivers(trial: Trial) -> SimpleNamespace:
 
 
 def observe_slow_senders(trial: Trial) -> SimpleNamespace:
-    return observe_relay(trial, slow_receivers=False, delays=True)
+    return observe_relay(trial, slow_receivers=False, delays=True, dtype=torch.float64)
 
 
 def observe_identity(trial: Trial) -> SimpleNamespace:
@@ -192,6 +198,24 @@ def slow_senders_are_waited_for(trial: Trial) -> None:
     )
 
 
+@check("relay_microbatches", world_sizes=(2, 3), subgroup=False)
+def the_dtype_stays(trial: Trial) -> None:
+    """Inputs of float64 come out as float64, with all their digits."""
+    seen, last = trial.once(observe_slow_senders), trial.num_ranks - 1
+    help = "empty_like, new_empty and clone keep dtype and device."
+    require_outputs(trial, seen, help)
+    for i, (output, expected) in enumerate(zip(seen.results[last]["outputs"], seen.expected, strict=True)):
+        given, right = (str(x.dtype).removeprefix("torch.") for x in (output, expected))
+        trial.require(
+            given == right and is_close(output, expected),
+            f"the output of micro-batch {i} is {given}, with a float32's digits; the inputs are {right}",
+            cause="a buffer of float32, as torch.empty makes them: what is received into it, or copied, is "
+            "rounded",
+            help=help,
+            rank=last,
+        )
+
+
 @check("relay_microbatches")
 def a_layer_may_return_its_input(trial: Trial) -> None:
     """Where a layer returns its very input, or a view of it, each micro-batch is still right."""
@@ -279,8 +303,22 @@ def every_message_is_waited_for(trial: Trial) -> None:
     )
 
 
+@contextmanager
+def told_of_views() -> Iterator[None]:
+    """A message that is refused for how it lies in memory is told where that comes from."""
+    try:
+        yield
+    except Exception as error:
+        if "contiguous" in str(error):
+            error.add_note(
+                "this layer returns x.t(), a view of its input. What travels must lie in one piece: "
+                "clone() and empty_like() keep the strides of a view, contiguous() does not"
+            )
+        raise
+
+
 def run_ahead(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
-    """Rank r takes micro-batch i only when rank r - 1 has begun i + 1, or after a while."""
+    """Rank r takes micro-batch i only when rank r - 1 has begun i + 1, or after a while. Layers transpose."""
     heard: list[bool] = []
     begun = 0
 
@@ -293,26 +331,48 @@ def run_ahead(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
         rank.tell(f"rank {rank.rank} begins {begun}")
         begun += 1
         wait_for(begun + 1)
-        return x + 1
+        return x.t()
 
     if rank.device.type == "cpu":  # NCCL's first message connects the ranks, and waits for all of them
         wait_for(1)
-    rank.submission.relay_microbatches(layer, inputs, rank.group)
-    return {"heard": heard}
+    with told_of_views():
+        outputs = rank.submission.relay_microbatches(layer, inputs, rank.group)
+    return {"heard": heard, "outputs": outputs}
+
+
+def observe_ahead(trial: Trial) -> SimpleNamespace:
+    """Who was too late, by rank and micro-batch; a machine that is busy elsewhere gets three chances."""
+    inputs = [trial.normal(3, 3) for _ in range(4)]
+    for _ in range(3):
+        results = trial.run(run_ahead, inputs)
+        heard = [result["heard"] for result in results]
+        late = [(r, len(each)) for r, each in enumerate(heard) if not all(each)]
+        if not late:
+            break
+    return SimpleNamespace(late=late, outputs=results[-1]["outputs"], inputs=inputs)
+
+
+@check("relay_microbatches", world_sizes=(2, 3), subgroup=False)
+def a_layer_may_return_a_transposed_view(trial: Trial) -> None:
+    """Where a layer returns a view that does not lie in one piece of memory, it is passed on as any other."""
+    seen = trial.once(observe_ahead)
+    outputs = seen.outputs if isinstance(seen.outputs, list) else []
+    trial.equal("the number of outputs", len(outputs), len(seen.inputs))
+    for i, (output, x) in enumerate(zip(outputs, seen.inputs, strict=True)):
+        expected = x.t() if trial.num_ranks % 2 else x
+        trial.close(f"the output of micro-batch {i}, where each rank transposes,", output, expected)
 
 
 @check("relay_microbatches", world_sizes=(2, 3), subgroup=False)
 def no_rank_waits_for_its_receiver(trial: Trial) -> None:
     """While a message travels the next micro-batch is computed, however late the receiver is."""
-    for _ in range(3):  # a machine that is busy elsewhere gets more chances
-        heard = [result["heard"] for result in trial.run(run_ahead, [trial.normal(2, 3) for _ in range(4)])]
-        late = [r for r, each in enumerate(heard) if not all(each)]
-        if not late:
-            return
-    r = late[0]
+    late = trial.once(observe_ahead).late
+    if not late:
+        return
+    r, number = late[0]
     trial.wrong(
-        f"it does not begin micro-batch {len(heard[r])} before rank {r}, which is late, has taken "
-        f"micro-batch {len(heard[r]) - 1}",
+        f"it does not begin micro-batch {number} before rank {r}, which is late, has taken "
+        f"micro-batch {number - 1}",
         cause="it waits for its receiver: dist.send, or wait() before the next output is there",
         help="isend the output, compute the next one, and wait() just before the buffer is written again.",
         rank=r - 1,

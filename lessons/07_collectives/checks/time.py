@@ -35,6 +35,7 @@ def seconds(kind: str, size: float, n: int, latency: float, bandwidth: float, pe
 
 def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> dict[str, float]:
     """What known slips give instead."""
+    right = seconds(kind, size, n, latency, bandwidth)
     rounds = 2 if kind == "all_reduce" else 1
     ring = rounds * (n - 1)
     wire = size / bandwidth
@@ -46,6 +47,7 @@ def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> d
         }
     floor, steps = math.floor(math.log2(n)), (n - 1).bit_length()
     known = {
+        "0 bytes take no time here: their steps take their latency": right if size else 0.0,
         "latency counts once a step, and here it counts once a call": latency
         + seconds(kind, size, n, 0.0, bandwidth),
         "latency is missing": seconds(kind, size, n, 0.0, bandwidth),
@@ -122,13 +124,13 @@ def draw(trial: Trial, kind: str, n: int) -> Call:
 
 
 def observe_times(trial: Trial) -> Answers:
-    """Two, three, a power of two, and many."""
+    """Two, three, a power of two, and many; no latency, few bytes, and none."""
     calls = []
     for kind in KINDS:
         sizes = [1, 2, 3, 4, 8, trial.integer(5, 7), trial.integer(9, 1000), 1024]
         calls += [draw(trial, kind, n) for n in sizes]
         one = draw(trial, kind, 6)
-        calls += [(kind, one[1], 6, 0.0, one[4]), (kind, 8, 6, 1e-3, one[4])]
+        calls += [(kind, one[1], 6, 0.0, one[4]), (kind, 8, 6, 1e-3, one[4]), (kind, 0, 6, *one[3:])]
     return Answers(trial, "collective_time", calls, seconds)
 
 
