@@ -41,7 +41,8 @@ class _Checkpoint(torch.autograd.Function):
             output = ctx.function(*inputs)
             for generator, state in now:
                 generator.set_state(state)
-        torch.autograd.backward(output, upstream)
+        if output.requires_grad:  # nothing does in a frozen block
+            torch.autograd.backward(output, upstream)
         found = [x.grad if isinstance(x, torch.Tensor) else None for x in inputs]
         return None, None, None, *found
 

@@ -31,8 +31,9 @@ exercise(
         "backward runs it once more with gradients. Or use saved_tensors_hooks: they hand autograd a "
         "stand-in for every tensor that it wants to keep.",
         "autograd.Function: detach the inputs before the second run, and call torch.autograd.backward on "
-        "what it returns. That gives the weights their gradients. Autograd calls your backward only if an "
-        "input of Function.apply needs a gradient: hand it a tensor of your own that does.",
+        "what it returns, if that requires a gradient. That gives the weights their gradients. Autograd "
+        "calls your backward only if an input of Function.apply needs a gradient: hand it a tensor of your "
+        "own that does.",
         "saved_tensors_hooks: the second run keeps the same tensors in the same order as the first. Start "
         "it when backward asks for the first stand-in, under hooks that fill in all stand-ins.",
         "Call torch.get_rng_state() before the first run. In backward, put the present state aside, set the "

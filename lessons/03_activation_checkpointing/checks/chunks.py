@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, exercise, is_close
 
 from .models import STATE_BYTES
 
@@ -97,10 +97,14 @@ SLIPS = {
     ),
 }
 UPSTREAM = "the gradient that comes into backward is not multiplied in"
+SCALED_TWICE = "what the forward keeps is multiplied in place: the second time it is multiplied again"
+ROUNDED = "something went through float32, as .float() and torch.zeros(()) make it: it has no more digits"
 
 
-def step(rank: Any, how: str, size: int, scale: float, needs: tuple[bool, bool], *given: Tensor) -> dict:
-    """One forward and backward of a loss that somebody multiplies by `scale`."""
+def step(
+    rank: Any, how: str, size: int, scale: float, needs: tuple[bool, bool], twice: bool, *given: Tensor
+) -> dict:
+    """One forward and backward of a loss that somebody multiplies by `scale`; on request another backward."""
     x, weight, targets = (tensor.clone() for tensor in given)
     x.requires_grad_(needs[0])
     weight.requires_grad_(needs[1])
@@ -109,11 +113,19 @@ def step(rank: Any, how: str, size: int, scale: float, needs: tuple[bool, bool],
         loss = function(x, weight, targets, size)
         recording.mark("after the forward")
         if loss.requires_grad:
-            (loss * scale).backward()
+            (loss * scale).backward(retain_graph=twice)
+    gradients = [None if t.grad is None else t.grad.clone() for t in (x, weight)]
+    again = None
+    if twice:
+        try:
+            again = [g.clone() for g in torch.autograd.grad(loss * scale, (x, weight))]
+        except Exception:  # who keeps gradients, or writes into what is kept, may refuse the second time
+            again = None
     unchanged = all(torch.equal(a.detach(), b) for a, b in zip((x, weight, targets), given, strict=True))
     return {
         "loss": loss.detach().clone(),
-        "gradients": [None if t.grad is None else t.grad.clone() for t in (x, weight)],
+        "gradients": gradients,
+        "again": again,
         "recording": recording,
         "unchanged": unchanged,
     }
@@ -139,18 +151,29 @@ def observe(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(given=given, size=size, scale=scale)
 
 
-def ended(trial: Trial, seen: SimpleNamespace, size: int, needs: tuple[bool, bool] = (True, True)) -> None:
-    """Require the loss and the gradients of the whole."""
-    arguments = size, seen.scale, needs, *seen.given
+def ended(
+    trial: Trial,
+    seen: SimpleNamespace,
+    size: int,
+    needs: tuple[bool, bool] = (True, True),
+    dtype: torch.dtype = torch.float32,
+    twice: bool = False,
+) -> None:
+    """Require the loss and the gradients of the whole; those of another backward too, unless refused."""
+    x, weight, targets = seen.given
+    given = x.to(dtype), weight.to(dtype), targets
+    arguments = size, seen.scale, needs, twice, *given
     mine, right = (trial.run(step, how, *arguments)[0] for how in ("mine", "whole"))
-    told = f"with chunks of {size} of {len(seen.given[0])} tokens"
+    told = f"with chunks of {size} of {len(x)} tokens"
+    told += " in float64" if dtype == torch.float64 else ""
     trial.close(
         f"the loss {told}",
         mine["loss"],
         right["loss"],
-        alternatives=lambda: {
-            cause: slip(*seen.given, size) for cause, slip in SLIPS.items() if size < len(seen.given[0])
-        },
+        alternatives=lambda: (
+            rounded(mine["loss"], right["loss"])
+            | {cause: slip(*given, size) for cause, slip in SLIPS.items() if size < len(x)}
+        ),
         help="Add up the losses of all chunks, and divide by how many targets count in all of them.",
     )
     trial.require(mine["unchanged"], "its arguments are changed", help="Cut them into views, and only read.")
@@ -162,16 +185,32 @@ def ended(trial: Trial, seen: SimpleNamespace, size: int, needs: tuple[bool, boo
             f"the gradient of {name} {told}",
             mine["gradients"][number],
             expected,
-            alternatives={UPSTREAM: expected / seen.scale},
+            alternatives=rounded(mine["gradients"][number], expected) | {UPSTREAM: expected / seen.scale},
             help="Gradients are those of the whole, times what comes into backward: the loss may be scaled.",
         )
+        if mine["again"] is not None:
+            trial.close(
+                f"the gradient of {name} {told}, of a second backward through the same graph",
+                mine["again"][number],
+                expected,
+                alternatives={SCALED_TWICE: expected * seen.scale},
+                help="retain_graph=True lets backward come again: write into nothing that is kept for it.",
+            )
+
+
+def rounded(actual: Any, expected: Tensor) -> dict[str, Any]:
+    """The cause of a float64 that differs from what is expected by as much as a float32 is rounded."""
+    exact = isinstance(actual, Tensor) and expected.dtype == torch.float64
+    return {ROUNDED: actual} if exact and is_close(actual, expected, rtol=1e-5) else {}
 
 
 @check("chunked_cross_entropy")
 def loss_and_gradients_are_those_of_the_whole(trial: Trial) -> None:
-    """Loss and gradients are those of all logits at once, however targets and chunks fall."""
+    """Loss and gradients are those of all logits at once, however targets and chunks fall, in float64 too."""
     seen = trial.once(observe)
-    for size in (seen.size, 1, len(seen.given[0]), len(seen.given[0]) + 3):
+    ended(trial, seen, seen.size, twice=True)
+    ended(trial, seen, 1, dtype=torch.float64)
+    for size in (len(seen.given[0]), len(seen.given[0]) + 3):
         ended(trial, seen, size)
 
 
@@ -195,7 +234,7 @@ def observe_bytes(trial: Trial) -> SimpleNamespace:
     def record(how: str, count: int) -> Any:
         x, weight, targets = given
         part = x[:count].clone(), weight, targets[:count].clone()
-        return trial.run(step, how, size, 1.0, (True, True), *part)[0]["recording"]
+        return trial.run(step, how, size, 1.0, (True, True), False, *part)[0]["recording"]
 
     mine, all_at_once = record("mine", tokens), record("whole", tokens)
     uneven = (size + trial.integer(2, size - 1), 3 * size + trial.integer(2, size - 1))

@@ -1,5 +1,6 @@
 """Checks of `checkpoint`: inputs of all kinds, and those of which none needs a gradient."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ WITHOUT = {
 
 
 def without_gradient(rank: Any, how: str, seed: int, x: Tensor, tokens: Tensor) -> dict:
-    """By case, a checkpoint of which no input needs a gradient."""
+    """By case, a checkpoint of which no input needs a gradient; in "frozen" no weight does either."""
     seen = {}
     for case, call in WITHOUT.items():
         table = build(Table, seed, rank.device)
@@ -44,19 +45,33 @@ def without_gradient(rank: Any, how: str, seed: int, x: Tensor, tokens: Tensor) 
         with seeing(table.layers.calls):
             y.square().sum().backward()
         seen[case]["gradients"] = gradients(table)
-    return seen
+    return {"cases": seen, "frozen": frozen(checkpoint_of(rank, how), seed, x)}
+
+
+def frozen(checkpoint: Callable[..., Tensor], seed: int, x: Tensor) -> dict:
+    """A checkpoint in which nothing needs a gradient, before a weight that does; or why that failed."""
+    layers = build(lambda: Layers(6), seed, x.device).requires_grad_(False)
+    scale = nn.Parameter(torch.ones(6, device=x.device))
+    try:
+        (checkpoint(layers, x) * scale).sin().sum().backward()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": "", "gradient": scale.grad, "given": gradients(layers)}
+
+
+def observe_without_gradient(trial: Trial) -> list[dict]:
+    """With the checkpoint and without."""
+    inputs = trial.normal(5, 6), trial.tokens(11, 5)
+    seed, seeds = trial.seed(), [trial.seed()]
+    return [trial.run(without_gradient, how, seed, *inputs, seeds=seeds)[0] for how in ("mine", "plain")]
 
 
 @check("checkpoint")
 def weights_learn_where_no_input_needs_a_gradient(trial: Trial) -> None:
     """Weights used inside get their gradients also when no input needs one, or none is a tensor."""
-    inputs = trial.normal(5, 6), trial.tokens(11, 5)
-    seed, seeds = trial.seed(), [trial.seed()]
-    all_mine, all_plain = (
-        trial.run(without_gradient, how, seed, *inputs, seeds=seeds)[0] for how in ("mine", "plain")
-    )
-    for case, mine in all_mine.items():
-        plain = all_plain[case]
+    all_mine, all_plain = trial.once(observe_without_gradient)
+    for case, mine in all_mine["cases"].items():
+        plain = all_plain["cases"][case]
         trial.require(
             mine["connected"],
             f"a checkpoint {case}: its output does not require a gradient, so the weights inside never learn",
@@ -74,6 +89,25 @@ def weights_learn_where_no_input_needs_a_gradient(trial: Trial) -> None:
                     help="torch.autograd.backward reaches all weights that the second call used; "
                     "torch.autograd.grad reaches what it is asked for.",
                 )
+
+
+@check("checkpoint")
+def nothing_inside_may_need_a_gradient(trial: Trial) -> None:
+    """A checkpoint in which nothing needs a gradient, as of a frozen block, does not disturb backward."""
+    mine, plain = (seen["frozen"] for seen in trial.once(observe_without_gradient))
+    trial.require(
+        not mine["error"],
+        "backward ends in an error where neither the input nor any weight inside needs a gradient, but what "
+        f"is computed with the output does: {mine['error']}",
+        help="Call backward on what the second call returns only if it requires a gradient. (The first, "
+        "frozen blocks of a model that is fine-tuned are such a place.)",
+        cause="what the second call returns has no graph here"
+        if "does not require grad" in mine["error"]
+        else "",
+    )
+    trial.close("the gradient of a weight after a frozen checkpoint", mine["gradient"], plain["gradient"])
+    given = [name for name, gradient in mine["given"].items() if gradient is not None]
+    trial.require(not given, f"frozen weights inside have a gradient afterwards: {', '.join(given)}")
 
 
 class Mixed(nn.Module):

@@ -52,7 +52,10 @@ def without_some_graphs(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
 
 
 def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
-    """Two forwards, then backward of both, then a forward without gradients, and one in evaluation mode."""
+    """Two forwards, then backward of both, then a forward without gradients, and one in evaluation mode.
+
+    At last a pass with block 0 in evaluation mode, as a frozen one may be.
+    """
     ways = {
         "plain": plain_forward,
         "of outputs": of_outputs,
@@ -80,9 +83,14 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     seen["after a forward without gradients"] = sizes.detach().clone()
     forward(blocks.eval(), third, sizes)
     seen["after a forward in evaluation mode"] = sizes.detach().clone()
+    found = {"x": None if leaf.grad is None else leaf.grad.clone(), **gradients(blocks)}
+    before = len(log.entries)
+    blocks.train()[0].eval()
+    forward(blocks, third.clone().requires_grad_(), sizes).sum().backward()
     return {
         "outputs": [y.detach().clone(), z.detach().clone()],
-        "gradients": {"x": leaf.grad, **gradients(blocks)},
+        "gradients": found,
+        "called with block 0 in evaluation": log.entries[before:],
         "sizes": seen,
         "sizes require a gradient": graph,
         "called": called,
@@ -227,6 +235,14 @@ def blocks_are_still_checkpointed(trial: Trial) -> None:
         again,
         sorted(2 * list(range(seen.num_blocks))),
         help="Repair it without giving checkpointing up: each block runs once more for each pass.",
+    )
+    ran = seen.mine["called with block 0 in evaluation"]
+    once = [i for i in range(1, seen.num_blocks) if ran.count(i) == 1]
+    trial.require(
+        not once,
+        f"where block 0 alone is in evaluation mode, backward does not compute the blocks {once} again",
+        cause="block 0's mode is taken for that of all" if len(once) == seen.num_blocks - 1 else "",
+        help="Each block has a mode of its own: a frozen one may be in evaluation mode, while others train.",
     )
     alive, without = (run["recording"].alive("after the forward") for run in (seen.mine, seen.plain))
     budget = seen.num_blocks * (seen.stream + STATE_BYTES) + 8000
