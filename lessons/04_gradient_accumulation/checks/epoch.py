@@ -52,13 +52,27 @@ def train(
 
     optimizer.register_step_pre_hook(look)
     model.transformer.wte.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    given = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
     for _ in range(num_epochs):
-        given = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
         found = rank.submission.train_epoch(model, optimizer, scheduler, given, accumulate)
         attached |= any(isinstance(loss, torch.Tensor) and loss.requires_grad for loss in found)
         losses.append([float(loss.detach() if isinstance(loss, torch.Tensor) else loss) for loss in found])
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"steps": steps, "losses": losses, "weights": weights, "shapes": shapes, "attached": attached}
+    changed = [i for i, pair in enumerate(batches) if i < len(given) and not alike(pair, given[i])]
+    kept = {"left": len(given), "changed": changed}
+    return {
+        "steps": steps,
+        "losses": losses,
+        "weights": weights,
+        "shapes": shapes,
+        "attached": attached,
+        "kept": kept,
+    }
+
+
+def alike(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether two micro-batches are the same."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def measure(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> list[Any]:
@@ -99,6 +113,25 @@ def require_count(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     what = f"{told(seen.case)}, {seen.num_epochs} epoch{plural}"
     trial.require(
         steps == expected, f"{what}: the optimizer took {steps} steps, expected {expected}", help=help
+    )
+
+
+def require_kept(trial: Trial, seen: SimpleNamespace) -> None:
+    """The list of micro-batches, and they, are as they were."""
+    kept, given = seen.result["kept"], len(seen.case.batches)
+    trial.require(
+        kept["left"] == given,
+        f"{told(seen.case)}: the list `microbatches` has {kept['left']} entries after {seen.num_epochs} "
+        f"epoch{'s' if seen.num_epochs > 1 else ''}, and had {given}",
+        cause="it is taken apart: the next epoch, which is given the same list, has nothing left to train on"
+        if kept["left"] < given
+        else "",
+        help="Slice it, or count through it: del, pop and clear take entries from the caller's own list.",
+    )
+    trial.require(
+        not kept["changed"],
+        f"{told(seen.case)}: the micro-batches {kept['changed']} have other numbers after the epoch",
+        help="Read tokens and targets, and write into tensors of your own.",
     )
 
 
@@ -258,6 +291,7 @@ def the_scheduler_counts_steps(trial: Trial) -> None:
 def what_is_left_over_is_a_step(trial: Trial) -> None:
     """Micro-batches left over make a step of their own, and nothing leaks from one epoch into the next."""
     for seen in (trial.once(observe_left_over), trial.once(observe_short)):
+        require_kept(trial, seen)
         require_count(trial, seen, "The last group is shorter, and is a group all the same.")
         require_rates(
             trial, seen, "After the last group, too, scheduler.step() belongs beside optimizer.step()."
