@@ -181,7 +181,7 @@ def model_flops_utilization(
     """The fraction of the peak that goes into forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
     What is computed a second time to save memory does not count: it brings the training no further.
-    An answer within 1 % is right, such as that of PaLM's formula.
+    An answer within 1 % is right, such as that of PaLM's formula, whose N leaves positions out.
     """
     # answer
     flops_per_token = training_flops(config, 1, sequence_length) / sequence_length

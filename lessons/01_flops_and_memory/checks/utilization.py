@@ -25,6 +25,9 @@ def utilize(trial: Trial) -> Answers:
         peak = trial.choice([312e12, 149.7e12, 989.5e12])
         for length in (block_size, block_size // trial.integer(3, 5)):
             calls.append((config, float(trial.integer(10**3, 3 * 10**4)), peak, length))
+    many = draw(trial, n_head=12, n_embd=768, block_size=8192, n_layer=12, vocab_size=32_000)
+    for length in (trial.integer(256, 512), trial.integer(600, 1024)):  # of which most positions are not used
+        calls.append((many, float(trial.integer(10**3, 3 * 10**4)), 312e12, length))
     return Answers(trial, "model_flops_utilization", calls, utilization)
 
 
@@ -45,6 +48,9 @@ def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[st
         * 6
         * matrices,
         "6·P leaves out the core, and counts positions, which multiply nothing": rate / peak * 6 * every,
+        "positions are parameters that multiply nothing: 6·P counts them, and 6·N does not": rate
+        / peak
+        * (6 * every + 12 * c.n_layer * c.n_embd * s),
         "sequence_length is the length here, not config.block_size": utilization(c, rate, peak, c.block_size),
         "these are the FLOPs of a sequence for every token: divide by sequence_length": s * right,
     }
@@ -58,7 +64,7 @@ def counted_flops_over_peak(trial: Trial) -> None:
 
 @check("model_flops_utilization")
 def shorter_sequences_cost_less(trial: Trial) -> None:
-    """The same for sequences shorter than block_size: the core's share shrinks with the sequence."""
+    """The same for sequences shorter than block_size: the core costs less, and some positions nothing."""
     compare_fraction(trial, lambda c, rate, peak, s: s < c.block_size)
 
 
