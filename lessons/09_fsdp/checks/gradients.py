@@ -1,5 +1,6 @@
 """Checks of `ShardedGradients`: gradients are reduced to their owners during backward, and freed."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from grader.checks import Trial, check, exercise, is_close, settle
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
+from .runs import require_in_evaluation
 from .training import PASSES, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled
 
@@ -212,11 +214,11 @@ def no_gradient_waits_for_others(trial: Trial) -> None:
             )
 
 
-def measure(rank: Any, seed: int, x: Tensor) -> dict:
+def measure(rank: Any, training: bool, seed: int, x: Tensor) -> dict:
     """One step, and another one's backward: what is alive and what travels when."""
     with rank.record(memory=True) as recording:
         model = build(Chain, seed).to(rank.device)
-        wrapped = wrap(rank, model)
+        wrapped = wrap(rank, model).train(training)
         optimizer = rank.submission.ShardedOptimizer(wrapped.parameters(), SGD, rank.group, lr=0.01)
         optimizer.zero_grad()
         settle()
@@ -240,9 +242,14 @@ def measure(rank: Any, seed: int, x: Tensor) -> dict:
     return {"recording": recording}
 
 
-def observe_memory(trial: Trial) -> SimpleNamespace:
+def observe_memory(trial: Trial, training: bool = False) -> SimpleNamespace:
     batches = [(trial.normal(2, 16),) for _ in range(trial.num_ranks)]
-    return SimpleNamespace(results=trial.run(measure, trial.seed(), per_rank=batches), model=build(Chain, 0))
+    results = trial.run(measure, training, trial.seed(), per_rank=batches)
+    return SimpleNamespace(results=results, model=build(Chain, 0))
+
+
+def observe_memory_in_training(trial: Trial) -> SimpleNamespace:
+    return observe_memory(trial, training=True)
 
 
 SIZE = NUM_LAYERS * LAYER_BYTES
@@ -276,8 +283,15 @@ def in_one_piece(recording: Any) -> str:
 @check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def gradients_leave_during_backward(trial: Trial) -> None:
     """Gradients are reduced and freed while backward goes on: all of them are never there at once."""
+    require_in_evaluation(partial(require_leaving, trial))
+
+
+def require_leaving(trial: Trial, training: bool) -> None:
+    """Of a model in this mode."""
     n = trial.num_ranks
-    for r, result in enumerate(trial.once(observe_memory).results):
+    for r, result in enumerate(
+        trial.once(observe_memory_in_training if training else observe_memory).results
+    ):
         recording = result["recording"]
         sent = [event.index for event in recording.select(after="backward")]
         trial.require(

@@ -11,7 +11,7 @@ from grader.checks import Trial, check, settle
 from .fully_sharded import full, plain, require_end
 from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds
 from .residency import watch
-from .runs import run
+from .runs import require_in_evaluation, run
 from .training import train
 from .units import GATHERS, GATHERS_ALONE, most_ahead, num_bytes, sent_by
 from .wire import SMALL, padded_bytes
@@ -35,13 +35,13 @@ def prefetch_changes_no_number(trial: Trial) -> None:
     require_end(trial, ends, odd_gpt, "SGD", "A block waits for its own gather before it computes.", seen)
 
 
-def step_ahead(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+def step_ahead(rank: Any, training: bool, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
     """The second step with prefetch: what was gathered by when, and what was alive."""
     with rank.record(memory=True) as recording:
         model = build(deep_gpt, seed).to(rank.device)
         phase = watch(model, recording)
         phase[0] = ""
-        sharded = rank.submission.FullySharded(model, rank.group, prefetch=True)
+        sharded = rank.submission.FullySharded(model, rank.group, prefetch=True).train(training)
         del model
         sharded(*batch)[1].backward()
         for shard in sharded.parameters():
@@ -53,12 +53,12 @@ def step_ahead(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
     return {"recording": recording}
 
 
-def observe(trial: Trial) -> SimpleNamespace:
+def observe(trial: Trial, training: bool = False) -> SimpleNamespace:
     batch = (trial.tokens(DEEP.vocab_size, 1, 2), trial.tokens(DEEP.vocab_size, 1, 2))
     model = build(deep_gpt, 0)
     block = bytes_of(model.transformer.h[0])
     return SimpleNamespace(
-        results=run(trial, step_ahead, trial.seed(), batch),
+        results=run(trial, step_ahead, training, trial.seed(), batch),
         block=block,
         outside=bytes_of(model) - DEEP.n_layer * block,
         share=padded_bytes(model, trial.num_ranks) // trial.num_ranks,
@@ -68,7 +68,10 @@ def observe(trial: Trial) -> SimpleNamespace:
 @check("FullySharded", first_of=(2, 3))
 def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
     """With prefetch, when a block computes, the gather of the next one has started, and no further one."""
-    seen = trial.once(observe)
+    require_in_evaluation(lambda training: require_one_ahead(trial, observe(trial, training)))
+
+
+def require_one_ahead(trial: Trial, seen: Any) -> None:
     for r, result in enumerate(seen.results):
         recording = result["recording"]
         came, was_due = 0.0, 0

@@ -5,6 +5,7 @@ from typing import Any
 
 from grader.checks import Trial, check, exercise
 
+from .runs import require_in_evaluation
 from .unit_hooks import (
     STEPS,
     in_blocks,
@@ -35,6 +36,10 @@ def observe_ahead(trial: Trial) -> SimpleNamespace:
     return observe(trial, 3)
 
 
+def observe_ahead_in_training(trial: Trial) -> SimpleNamespace:
+    return observe(trial, 3, training=True)
+
+
 def started_by(recording: Any, mark: str) -> list[Any]:
     """All that was started before a mark."""
     marks = list(recording.totals)
@@ -55,10 +60,14 @@ def numbers_are_the_same_ahead(trial: Trial) -> None:
 
 
 def require_ahead(
-    trial: Trial, way: str, start: str, late: str = "each gather starts when its own block is due"
+    trial: Trial,
+    way: str,
+    start: str,
+    late: str = "each gather starts when its own block is due",
+    training: bool = False,
 ) -> None:
     """At each block's computation in `way`, the gather of the next was started, and nobody waited for it."""
-    seen = trial.once(observe_ahead)
+    seen = trial.once(observe_ahead_in_training if training else observe_ahead)
     order = list(reversed(range(NUM_BLOCKS))) if way == "backward" else list(range(NUM_BLOCKS))
     told = "forward under no_grad" if way == "evaluation" else way
     for r, result in enumerate(seen.results):
@@ -104,7 +113,7 @@ def forward_gathers_ahead(trial: Trial) -> None:
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)
 def backward_gathers_ahead(trial: Trial) -> None:
     """While a block computes its backward, the gather of the one before is under way."""
-    require_ahead(trial, "backward", "between")
+    require_in_evaluation(lambda training: require_ahead(trial, "backward", "between", training=training))
 
 
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)

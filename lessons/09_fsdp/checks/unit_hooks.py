@@ -9,7 +9,7 @@ from torch import Tensor
 from grader.checks import Fault, Trial, check, exercise, is_close, settle
 
 from .models import build
-from .runs import run
+from .runs import require_in_evaluation, run
 from .units import (
     GATHERS,
     NUM_BLOCKS,
@@ -56,11 +56,16 @@ exercise(
 )
 
 
-def step_on_ranks(rank: Any, depth: int, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
-    """A forward of blocks under no_grad, then passes through them: what came out, and what happened when."""
+def step_on_ranks(
+    rank: Any, depth: int, training: bool, seed: int, batches: list[tuple[Tensor, Tensor]]
+) -> dict:
+    """A forward of blocks under no_grad, then passes through them: what came out, and what happened when.
+
+    The mode is the caller's until all is recorded, and training mode in the second pass.
+    """
     submission = rank.submission
     with rank.record(memory=True) as recording:
-        blocks = build(chain, seed, torch.float64).to(rank.device)
+        blocks = build(chain, seed, torch.float64).to(rank.device).train(training)
         units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
         for block, unit in zip(blocks, units, strict=True):
             submission.gather_in_forward(block, unit)
@@ -94,6 +99,7 @@ def step_on_ranks(rank: Any, depth: int, seed: int, batches: list[tuple[Tensor, 
     for handle in handles:
         handle.remove()
     gradients: list[Tensor] = []
+    blocks.train()
     if depth >= 2:
         (blocks(batches[1][0]) * batches[1][1]).sum().backward()
         gradients = whole_gradients(units)
@@ -105,12 +111,12 @@ def step_on_ranks(rank: Any, depth: int, seed: int, batches: list[tuple[Tensor, 
     }
 
 
-def observe(trial: Trial, depth: int) -> SimpleNamespace:
+def observe(trial: Trial, depth: int, training: bool = False) -> SimpleNamespace:
     n = trial.num_ranks
     numbers = [trial.seed() for _ in range(n)]
     batches = [[(trial.normal(2, WIDTH, dtype=torch.float64), trial.normal(2, WIDTH, dtype=torch.float64))
                 for _ in range(2)] for _ in range(n)]  # fmt: skip
-    results = run(trial, step_on_ranks, depth, per_rank=list(zip(numbers, batches, strict=True)))
+    results = run(trial, step_on_ranks, depth, training, per_rank=list(zip(numbers, batches, strict=True)))
     before, model = (build(chain, numbers[0], torch.float64) for _ in range(2))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -148,6 +154,10 @@ def observe_forward(trial: Trial) -> SimpleNamespace:
 
 def observe_backward(trial: Trial) -> SimpleNamespace:
     return observe(trial, 2)
+
+
+def observe_backward_in_training(trial: Trial) -> SimpleNamespace:
+    return observe(trial, 2, training=True)
 
 
 STALE_KEPT = "it is that of the weights before: the forward under no_grad has not freed them"
@@ -294,9 +304,13 @@ def a_block_is_gathered_when_it_computes(trial: Trial) -> None:
 @check("gather_in_backward")
 def shards_have_the_mean_gradients(trial: Trial) -> None:
     """After backward the shards' `.grad` are the means over the ranks; two backward passes add up."""
-    seen = trial.once(observe_backward)
-    require_outputs(trial, seen)
-    require_gradients(trial, seen)
+
+    def require(training: bool) -> None:
+        seen = trial.once(observe_backward_in_training if training else observe_backward)
+        require_outputs(trial, seen)
+        require_gradients(trial, seen)
+
+    require_in_evaluation(require)
 
 
 @check("gather_in_backward", world_sizes=(2, 3), subgroup=False)
