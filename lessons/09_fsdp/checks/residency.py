@@ -80,6 +80,15 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         del loss
         settle()
         step.mark("after")
+        phase[0] = ""
+        optimizer.zero_grad()
+        _, loss = sharded(*batch)
+        settle()
+        step.mark("later between")
+        loss.backward()
+        del loss
+        settle()
+        step.mark("later after")
     gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
     return {
         "activations": activations,
@@ -139,6 +148,9 @@ def only_shards_at_rest(trial: Trial) -> None:
             )
 
 
+FIRST_STEP_ALONE = "blocks are freed in the first step alone"
+
+
 @check("FullySharded", first_of=RANKS)
 def blocks_are_freed_after_forward(trial: Trial) -> None:
     """Between forward and backward no block is whole: what autograd keeps are activations."""
@@ -152,6 +164,15 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
             "fill it again, or compute the block again in backward.",
             rank=r,
             cause="the weights were never freed" if kept(seen, result) else "",
+        )
+        later = result["step"].alive("later between") - result["step"].alive("between")
+        trial.require(
+            later <= seen.block + seen.outside + SMALL,
+            f"after the forward of the second step, {blocks(seen, later)} more are alive on it than after "
+            "that of the first",
+            help="Each forward frees its blocks: a hook that stays, and nothing that is used up or counted.",
+            rank=r,
+            cause=FIRST_STEP_ALONE,
         )
 
 
@@ -202,12 +223,21 @@ def only_shards_after_backward(trial: Trial) -> None:
     """After backward a rank has its shards and their gradients, 2P/n numbers, and nothing else."""
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
+        later = result["step"].alive("later after") - result["step"].alive("after")
         alive = result["step"].alive("after") - 2 * seen.share - 2 * seen.outside
         trial.require(
             alive <= seen.block + SMALL,
             f"after backward, besides shards and their gradients {blocks(seen, alive)} are alive on it",
             help="Free the last block's weights and all whole gradients when backward is over.",
             rank=r,
+        )
+        trial.require(
+            later <= seen.block + seen.outside + SMALL,
+            f"after the backward of the second step, {blocks(seen, later)} more are alive on it than after "
+            "that of the first",
+            help="Each backward frees what it has gathered, and all whole gradients.",
+            rank=r,
+            cause=FIRST_STEP_ALONE,
         )
         trial.require(
             result["gradients"] <= seen.share,
