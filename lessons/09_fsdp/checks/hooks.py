@@ -24,50 +24,97 @@ def multiplied(times: float, gradient: Tensor) -> Tensor:
     return times * gradient
 
 
+def own_loss(model: Any, *given: Tensor) -> Tensor:
+    """Of the logits; the loss that the model returns has no part in it."""
+    return model(*given)[0].square().mean()
+
+
+def usual_loss(model: Any, *given: Tensor) -> Tensor:
+    return model(*given)[1]
+
+
 def step_with_hooks(rank: Any, seed: int, r: int, tokens: Tensor, targets: Tensor) -> dict:
+    """The weights after a step, and after two of a loss of one's own: with targets, and without."""
     model = build(odd_gpt, seed, torch.float64).to(rank.device)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_hook(partial(multiplied, factor(name, r)))
     sharded = rank.submission.FullySharded(model, rank.group)
     optimizer = SGD(sharded.parameters(), lr=1.0)
-    sharded(tokens, targets)[1].backward()
+    usual_loss(sharded, tokens, targets).backward()
     optimizer.step()
-    return {"end": full(sharded)}
+    ends = [full(sharded)]
+    for given in ((tokens, targets), (tokens,)):
+        optimizer.zero_grad()
+        own_loss(sharded, *given).backward()
+        optimizer.step()
+        ends.append(full(sharded))
+    return {"ends": ends}
 
 
 def observe_hooks(trial: Trial) -> SimpleNamespace:
-    seed, n = trial.seed(), trial.num_ranks
+    seed = trial.seed()
     data = [batches[0] for batches in draw(trial, 1)]
     results = run(trial, step_with_hooks, seed, per_rank=[(r, *batch) for r, batch in enumerate(data)])
-    start = weights(build(odd_gpt, seed, torch.float64))
-    gradients = []
-    for batch in data:
-        model = build(odd_gpt, seed, torch.float64)
-        model(*batch)[1].backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    model = build(odd_gpt, seed, torch.float64)
+    starts = [weights(model)]
+    for loss, num_given in ((usual_loss, 2), (own_loss, 2), (own_loss, 1)):
+        means = mean_gradients(model, [partial(loss, model, *batch[:num_given]) for batch in data], factor)
+        if loss is usual_loss:
+            plain = mean_gradients(
+                model, [partial(loss, model, *batch) for batch in data], lambda name, r: 1.0
+            )
+            without = {name: start - plain[name] for name, start in starts[0].items()}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.sub_(means[name])
+        starts.append(weights(model))
+    return SimpleNamespace(results=results, ends=starts, without=without)
 
-    def end(name: str, times: Any) -> Tensor:
-        if name not in gradients[0]:
-            return start[name]
-        mean = sum(times(name, r) * gradients[r][name] for r in range(n)) / n
-        return start[name] - mean
 
-    expected = {name: end(name, factor) for name in start}
-    without = {name: end(name, lambda name, r: 1.0) for name in start}
-    return SimpleNamespace(results=results, expected=expected, without=without)
+def mean_gradients(model: Any, losses: list[Any], times: Any) -> dict[str, Tensor]:
+    """Of each weight the mean over the ranks of times(name, rank) its gradient; 0 where it has none."""
+    means = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for r, loss in enumerate(losses):
+        model.zero_grad()
+        loss().backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                means[name] += times(name, r) * p.grad / len(losses)
+    return means
 
 
 @check("FullySharded", world_sizes=(2, 3))
 def hooks_on_parameters_go_on_working(trial: Trial) -> None:
     """A hook on a parameter of the GPT still changes its gradient: the rank's own, before the mean."""
     seen = trial.once(observe_hooks)
-    for name, expected in seen.expected.items():
+    for name, expected in seen.ends[1].items():
         trial.close(
             f"{name} after a step, with a hook on it that multiplies its gradient",
-            [result["end"][name] for result in seen.results],
+            [result["ends"][0][name] for result in seen.results],
             expected,
             alternatives={"the hook on the parameter was lost: nothing called it": seen.without[name]},
             help="Backward must reach the GPT's own Parameter, which has the hooks: give it new memory "
             "through `.data`, or put its hooks on the tensor that takes its place.",
         )
+
+
+OF_THE_LOSS = (
+    "what ends backward waits for the loss that forward returns, and this one was made of the logits"
+)
+
+
+@check("FullySharded", world_sizes=(2, 3))
+def a_loss_of_ones_own_is_trained_on(trial: Trial) -> None:
+    """Backward from the logits trains all weights, with targets and without: no loss was returned to use."""
+    seen = trial.once(observe_hooks)
+    for number, given in ((1, "with targets"), (2, "without targets")):
+        before, after = seen.ends[number : number + 2]
+        for name, expected in after.items():
+            trial.close(
+                f"{name} after a step of logits.square().mean() ({given})",
+                [result["ends"][number][name] for result in seen.results],
+                expected,
+                alternatives={OF_THE_LOSS: before[name]},
+                help="Hook on to the logits: every loss is made of them.",
+            )

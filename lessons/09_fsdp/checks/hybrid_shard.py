@@ -68,18 +68,26 @@ def train_on_machines(rank: Any, seed: int, arranged: list[Machines], batches: B
         with rank.record() as recording:
             train(sharded, batches, "SGD", plain, keep)
         result |= {"recording": recording, "end": full(sharded)}
-        with torch.no_grad():
-            for shard, gradient in zip(sharded.parameters(), gradients, strict=True):
-                shard.zero_() if gradient is None else shard.copy_(gradient)
-        found.append({**result, "gradients": full(sharded)})
+        found.append({**result, "gradients": whole_gradients(sharded, gradients)})
     return found
 
 
-def train_with_adamw(
-    rank: Any, training: bool, seed: int, machines: Machines, batches: Batches
-) -> dict[str, Tensor]:
+def train_with_adamw(rank: Any, training: bool, seed: int, machines: Machines, batches: Batches) -> dict:
+    """The weights at the end, and then the gradients of a loss of one's own, made of the logits."""
     sharded = hybrid(rank, build(odd_gpt, seed, torch.float64), machines).train(training)
     train(sharded, batches, "AdamW", plain)
+    end = full(sharded)
+    sharded.zero_grad()
+    sharded(*batches[0])[0].square().mean().backward()
+    return {"end": end, "of the logits": whole_gradients(sharded)}
+
+
+@torch.no_grad()
+def whole_gradients(sharded: Any, gradients: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
+    """What is in the shards' .grad, or these, by name: 0 where there is none. The shards are lost."""
+    gradients = gradients or [p.grad for p in sharded.parameters()]
+    for shard, gradient in zip(sharded.parameters(), gradients, strict=True):
+        shard.zero_() if gradient is None else shard.copy_(gradient)
     return full(sharded)
 
 
@@ -231,18 +239,58 @@ def adamw_trains_as_one_process_does(trial: Trial) -> None:
     require_in_evaluation(partial(require_adamw, trial))
 
 
-def require_adamw(trial: Trial, training: bool) -> None:
+def observe_adamw(trial: Trial, training: bool = False) -> SimpleNamespace:
     numbers, by_rank, machines = seeds(trial), draw(trial, sum(PASSES)), arrangements(trial)[0]
     per_rank = [(number, machines, batches) for number, batches in zip(numbers, by_rank, strict=True)]
-    ends = run(trial, train_with_adamw, training, per_rank=per_rank)
-    start = weights(build(odd_gpt, numbers[0], torch.float64))
-    for name, expected in whole_batch(odd_gpt, numbers[0], by_rank, "AdamW", Rule()).items():
+    results = run(trial, train_with_adamw, training, per_rank=per_rank)
+    right = whole_batch(odd_gpt, numbers[0], by_rank, "AdamW", Rule())
+    return SimpleNamespace(results=results, seed=numbers[0], by_rank=by_rank, machines=machines, right=right)
+
+
+def observe_adamw_in_training(trial: Trial) -> SimpleNamespace:
+    return observe_adamw(trial, training=True)
+
+
+def require_adamw(trial: Trial, training: bool) -> None:
+    seen = trial.once(observe_adamw_in_training if training else observe_adamw)
+    start = weights(build(odd_gpt, seen.seed, torch.float64))
+    for name, expected in seen.right.items():
         trial.close(
-            f"{name} after {len(PASSES)} steps of AdamW ({told(machines)})",
-            [end[name] for end in ends],
+            f"{name} after {len(PASSES)} steps of AdamW ({told(seen.machines)})",
+            [result["end"][name] for result in seen.results],
             expected,
             alternatives={UNMOVED: start[name]},
             help="A frozen shard has no gradient: leave it None.",
+        )
+
+
+@check("hybrid_shard", first_of=(4, 2))
+def a_loss_of_ones_own_is_averaged_too(trial: Trial) -> None:
+    """Backward from the logits, without the loss that forward returns, ends with the mean of all ranks."""
+    seen = trial.once(observe_adamw)
+    model = build(odd_gpt, seen.seed, torch.float64)
+    model.load_state_dict(seen.right, strict=False)  # the tied table has one name there
+    own = []
+    for batches in seen.by_rank:
+        model.zero_grad()
+        model(*batches[0])[0].square().mean().backward()
+        own.append(
+            {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        )
+    for name in own[0]:
+        each = torch.stack([gradients[name] for gradients in own])
+        inside = [each[list(groups_of(seen.machines, r)[0])].mean(0) for r in range(trial.num_ranks)]
+        trial.close(
+            f"the gradient of {name} after logits.square().mean().backward() ({told(seen.machines)})",
+            [result["of the logits"][name] for result in seen.results],
+            each.mean(0),
+            alternatives={
+                "it is the mean of its own machine: what averages across machines waits for the loss that "
+                "forward returns, and this one was made of the logits": Fault(
+                    inside, "Hook on to the logits: every loss is made of them."
+                ),
+            },
+            help="What is in .grad when backward is over is the mean over all ranks of the mesh.",
         )
 
 
