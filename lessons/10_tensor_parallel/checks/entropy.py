@@ -20,6 +20,7 @@ from grader.checks import (
 from lessons_shared.cut_gpt import (
     own_part,
 )
+from lessons_shared.earlier import by_earlier_counts
 from lessons_shared.evaluation import evaluates_alike, without_gradients
 
 from .shared import SIZES
@@ -81,7 +82,8 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     def logits() -> Tensor:
         return 2 * trial.normal(trial.integer(6, 12), v)
 
-    plain, some, last, large, padded = (logits() for _ in range(5))
+    plain, last, large, padded = (logits() for _ in range(4))
+    some = 2 * trial.normal(*plain.shape)  # what is kept by shape is found by the next case
     ignored = trial.tokens(v, len(some))
     ignored[: trial.integer(2, len(some) - 2)] = -1
     # exp(100) is too much for fp32 and exp(-100) too little; 500 would be rounded by more than the tolerance
@@ -130,6 +132,7 @@ def observe_entropy(trial: Trial) -> dict[str, SimpleNamespace]:
             softmax=softmax_part(whole.detach(), targets, factors[name]),
             logits=logits,
             targets=targets,
+            before=[earlier for _, earlier in list(cases.values())[:number]],
         )
     return seen
 
@@ -147,6 +150,7 @@ def through_the_largest(logits: Tensor, gradient: Tensor) -> Tensor:
 
 
 def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
+    """Cause → the loss, or one a rank."""
     logits, targets = seen.logits.double(), seen.targets
     counted, shifted = targets != -1, logits - logits.amax(-1, keepdim=True)
     each = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
@@ -177,7 +181,7 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
             each.sum() - last_words(shifted, targets, n).sum()
         )
         / counted.sum(),
-    } | own_largest(seen, n)
+    } | (own_largest(seen, n) | by_earlier_counts(each.sum(), targets, seen.before))
 
 
 def own_numbers(logits: Tensor, targets: Tensor, n: int) -> Tensor:

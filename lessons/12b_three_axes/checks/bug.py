@@ -1,5 +1,6 @@
 """Checks of `weighed_loss`: each target counts once, however many ranks look at it."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from grader.checks import Trial, check, exercise
 from grader.checks import told as told_events
+from lessons_shared.earlier import KEPT
 
 from .meshes import APART, Sizes, meshes, meshes_on, parts, place, told, which_mesh
 
@@ -97,6 +99,11 @@ def by_share(counts: list[int], p: int, sizes: dict[str, int]) -> float:
     return counts[p] * sizes["data"] / sum(counts)
 
 
+def by_another_count(total: int, counts: list[int], p: int, sizes: dict[str, int]) -> float:
+    """The weight if the sum of all counts is taken for another."""
+    return counts[p] * sizes["data"] / total
+
+
 UNWEIGHED = "it is not weighed: by no count, by one of all targets, or along a dimension of one rank"
 
 
@@ -128,6 +135,9 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
         right = by_weight(seen, i, by_share, n)
         by_slip = {words: by_weight(seen, i, weigh, n) for words, weigh in others(n).items()}
         by_slip["targets of 0 are not counted: -1 alone does not count"] = by_weight(seen, i, by_share, n, 1)
+        if i:
+            first = sum(int((targets != -1).sum()) for _, targets in seen.drawn[0])
+            by_slip[KEPT] = by_weight(seen, i, partial(by_another_count, first), n)
         slips = {words: [each[part] for each in found] for words, found in by_slip.items()}
         trial.close(
             f"{what} on a mesh of {told(sizes)}",
