@@ -220,7 +220,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     tensor as long as the sequence. Keys and values may be grouped: of a_kv heads, which divide a, each
     serves a/a_kv heads of q that follow one another. What travels then is a_kv heads, and no copies of
     them. The output has the dtype of q, and in float64 float64's digits. Inputs and the gradient that
-    comes in stay as they are. A model has many layers: each call keeps what its own backward needs.
+    comes in stay as they are. A model has many layers: each call keeps what its own backward needs. Any of
+    q, k and v may be frozen: the others get their gradients.
 
     Source: arXiv:2310.01889.
     """

@@ -1,5 +1,6 @@
 """Checks of `next_token_loss`: the next token may be on the next rank."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grader.checks import Fault, Trial, check, exercise
+from lessons_shared.earlier import by_earlier_counts
+from lessons_shared.evaluation import HELP, without_gradients
 
 from .shared import SIZES
 
@@ -40,14 +43,18 @@ def losses_probe(rank, cases: list) -> dict:
                     "unchanged": torch.equal(before, tokens),
                 }
             )
+    call = rank.submission.next_token_loss
+    for result, (logits, tokens) in zip(results, cases, strict=True):
+        result["silent"] = without_gradients(call, logits.detach(), tokens, rank.group)
     return {"results": results, "recording": recording}
 
 
 def observe(trial: Trial) -> SimpleNamespace:
     n, words = trial.num_ranks, trial.integer(60, 80)
     cases = []
+    b, usual = trial.integer(2, 3), trial.integer(3, 5)  # what is kept by shape is found by the next case
     for name in CASES:
-        b, part = trial.integer(2, 3), 1 if name == "one position a rank" else trial.integer(3, 5)
+        part = 1 if name == "one position a rank" else usual
         tokens = trial.tokens(words, b, n * part)
         if name == "padding":
             tokens[0, -part:] = -1
@@ -71,7 +78,8 @@ def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.double().transpose(1, 2), labels, ignore_index=-1, reduction="none")
 
 
-def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
+def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]) -> dict:
+    """Cause → the loss; `calls` are the tokens of earlier calls."""
     labels = labels_of(tokens)
     losses, counted = each_loss(logits, labels), labels != -1
     inside = torch.cat([labels_of(t) for t in tokens.chunk(n, 1)], 1)
@@ -108,6 +116,7 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
         "it is this rank's own sum, over the count of all": [x / counted.sum() for x, _ in by_rank],
         "what has no target is counted: padding, or the last position of all": losses.sum() / counted.numel(),
         "it is the sum, not the mean": losses.sum(),
+        **by_earlier_counts(losses.sum(), labels, [labels_of(earlier) for earlier in calls]),
         "what follows a padded position is not predicted": Fault(
             losses.masked_fill(tokens == -1, 0.0).sum() / (counted & (tokens != -1)).sum(),
             "Leave out a position whose next token is -1, and no other.",
@@ -115,19 +124,39 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int) -> dict:
     }
 
 
+def right_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """One process's."""
+    labels = labels_of(tokens)
+    return each_loss(logits, labels).sum() / (labels != -1).sum()
+
+
 @check("next_token_loss")
 def every_next_token_is_predicted(trial: Trial) -> None:
     """The loss is one process's: every token but the first is predicted, those that begin a part, too."""
     seen, n = trial.once(observe), trial.num_ranks
+    before = [tokens for _, tokens in seen.cases.values()]
     for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
-        labels = labels_of(tokens)
-        expected = each_loss(logits, labels).sum() / (labels != -1).sum()
         trial.close(
             f"the loss ({name})",
             [r["results"][i]["loss"] for r in seen.results],
-            expected,
-            other_losses(logits, tokens, n) if n > 1 else {},
+            right_loss(logits, tokens),
+            other_losses(logits, tokens, n, before[:i]) if n > 1 else {},
             help="Position i predicts token i + 1, wherever it is. What follows a part is on the next rank.",
+        )
+
+
+@check("next_token_loss")
+def the_loss_is_the_same_in_validation(trial: Trial) -> None:
+    """Under torch.no_grad(), where no backward is to come, the loss is the same, on every rank."""
+    seen, n = trial.once(observe), trial.num_ranks
+    before = [tokens for _, tokens in seen.cases.values()]
+    for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
+        trial.close(
+            f"the loss under torch.no_grad() ({name})",
+            [r["results"][i]["silent"] for r in seen.results],
+            right_loss(logits, tokens),
+            other_losses(logits, tokens, n, before) if n > 1 else {},
+            help=HELP,
         )
 
 

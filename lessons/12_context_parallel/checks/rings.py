@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from grader.checks import Trial, is_close, settle
+from lessons_shared.evaluation import without_gradients
 
+from .frozen import NEEDING, gradients_of_some
 from .ring_slips import by_parts, last_terms, wrong_formulas, wrong_journeys, wrong_outputs
 from .shared import (
     BACKWARD,
@@ -304,8 +306,11 @@ def require_unchanged(trial: Trial, seen: SimpleNamespace) -> None:
         )
 
 
-def attend_in(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
-    """As `attend`, and no more than values; then the same again, between two other attentions."""
+def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """As `attend`, and no more than values; then the same again, between two other attentions.
+
+    With `more`, without gradients as well, and where not all of q, k and v need one.
+    """
     attention_of = getattr(rank.submission, name)
     parts = [x.transpose(1, 2) for x in (q, k, v)]
     leaves = [x.clone().requires_grad_() for x in parts]
@@ -320,6 +325,11 @@ def attend_in(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor
         outs = [attention_of(*inputs, rank.group) for inputs in scaled]
         outs[1].backward(d_out)
         found["between"] = [x.grad for x in leaves]
+        if more:
+            found["silent"] = without_gradients(attention_of, *parts, rank.group)
+            found["needing"] = {
+                told: gradients_of_some(attention_of, rank.group, parts, d_out, told) for told in NEEDING
+            }
     return found
 
 
@@ -327,9 +337,10 @@ def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
     """A run of `attend_in`, and what plain attention gives: what, by rank, what it should be."""
     seen = draw(trial, kind, dtype)
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
-    seen.results = trial.run(attend_in, kind.name, per_rank=parts)
+    seen.results = trial.run(attend_in, kind.name, dtype == torch.float64, per_rank=parts)
     q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
-    out = attention(q, k, v, causal(seen.length))[0]
+    seen.inputs = [q, k, v]
+    seen.out = out = attention(q, k, v, causal(seen.length))[0]
     out.backward(seen.upstream.double().transpose(1, 2))
     seen.found = [("the output", [r["out"] for r in seen.results], by_parts(seen, out))]
     for i, (label, x) in enumerate(zip("qkv", (q, k, v), strict=True)):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grader.checks import CheckEnded, Event, Recording, Trial, check, exercise, tensors_in
 
-from . import grouped, rings
+from . import frozen, grouped, rings
 from .ring_slips import by_parts
 from .shared import BACKWARD, FEW, SIZES, attention, causal, plain_positions, went
 
@@ -323,7 +323,7 @@ def observe_large(trial: Trial) -> SimpleNamespace:
     seen.q[:, 0] = -150 * root * seen.k[:, 0] / seen.k[:, 0].square().sum(-1, keepdim=True)
     seen.inputs = [x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v)]
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
-    seen.results = trial.run(rings.attend_in, ULYSSES.name, per_rank=parts)
+    seen.results = trial.run(rings.attend_in, ULYSSES.name, False, per_rank=parts)
     seen.out = attention(*seen.inputs, causal(seen.length))[0]
     seen.out.backward(seen.upstream.double().transpose(1, 2))
     return seen
@@ -365,3 +365,9 @@ def ulysses_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
 def ulysses_calls_do_not_disturb_each_other(trial: Trial) -> None:
     """The backward of one of three attentions, as of a model's layers, is that of its own forward."""
     rings.require_calls_apart(trial, trial.once(observe_exact))
+
+
+@check("ulysses_attention", world_sizes=(3,), subgroup=False)
+def ulysses_output_is_the_same_in_validation(trial: Trial) -> None:
+    """Under torch.no_grad(), where no backward is to come, the output is the same."""
+    frozen.require_silent(trial, trial.once(observe_exact), wrong_outputs)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from . import grouped, rings
+from . import frozen, grouped, rings
 from .shared import SIZES, zigzag_positions
 
 exercise(
@@ -288,3 +288,15 @@ def zigzag_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
 def zigzag_calls_do_not_disturb_each_other(trial: Trial) -> None:
     """The backward of one of three attentions, as of a model's layers, is that of its own forward."""
     rings.require_calls_apart(trial, trial.once(observe_exact))
+
+
+@check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
+def zigzag_output_is_the_same_in_validation(trial: Trial) -> None:
+    """Under torch.no_grad(), where no backward is to come, the output is the same."""
+    frozen.require_silent(trial, trial.once(observe_exact))
+
+
+@check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
+def zigzag_gradients_come_where_they_are_needed(trial: Trial) -> None:
+    """Of q, k and v some may be frozen: those that need a gradient get it all the same."""
+    frozen.require_where_needed(trial, trial.once(observe_exact))
