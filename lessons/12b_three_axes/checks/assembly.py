@@ -78,7 +78,8 @@ def telling_probe(rank: Any, all_sizes: list[Sizes], names: tuple[str, ...]) -> 
             ended = "returned"
         except (ValueError, KeyError) as error:
             returned, ended = None, f"{type(error).__name__}: {error}"
-        found.append({"log": log, "ended": ended, "last": returned is made[-1]})
+        left = sorted(techniques)
+        found.append({"log": log, "ended": ended, "last": returned is made[-1], "left": left})
     return found
 
 
@@ -148,6 +149,20 @@ def every_technique_has_its_own_group(trial: Trial) -> None:
                 rank=rank,
                 cause=cause,
             )
+
+
+@check("parallelize_on_mesh")
+def the_techniques_stay_as_they_are(trial: Trial) -> None:
+    """The techniques that were handed over are there for the next model, too."""
+    for rank, sizes, result in calls(trial):
+        gone = sorted({"context", "data", "tensor"} - set(result["left"]))
+        trial.require(
+            not gone,
+            f"on a mesh of {told(sizes)} {', '.join(gone)} had gone from the given techniques afterwards",
+            help="Look a technique up, techniques[name], and leave it there: a second model needs it.",
+            rank=rank,
+            cause="the caller's own dictionary was emptied: pop() and del take away what they find",
+        )
 
 
 FIRST = (
