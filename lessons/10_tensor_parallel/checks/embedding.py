@@ -42,7 +42,10 @@ def embedding_probe(rank, cases: list) -> list[dict]:
     return [one_embedding(rank, *case) for case in cases]
 
 
-def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor) -> dict:
+KEPT = "it was a later call, of other tokens in the same shape: is something kept from the first one?"
+
+
+def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor, other: Tensor) -> dict:
     embedding = nn.Embedding(*table.shape, device=rank.device)
     with torch.no_grad():
         embedding.weight.copy_(table)
@@ -54,7 +57,13 @@ def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor) -> dict:
         recording.mark(BACKWARD)
         backward(y, upstream)
     backward(layer(idx), upstream)
+    try:
+        later = layer(other)
+    except Exception as error:
+        error.add_note(KEPT)
+        raise
     return {
+        "later": later,
         "output": y,
         "recording": recording,
         "idx_changed": not torch.equal(before, idx),
@@ -76,7 +85,8 @@ def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
         "v is small": (5, lambda v: torch.arange(5).repeat(2)),
     }
     seen = {name: embedding_case(trial, size, draw(size)) for name, (size, draw) in plans.items()}
-    results = trial.run(embedding_probe, [(case.table, case.idx, case.upstream) for case in seen.values()])
+    cases = [(case.table, case.idx, case.upstream, case.other) for case in seen.values()]
+    results = trial.run(embedding_probe, cases)
     for number, case in enumerate(seen.values()):
         case.results = [result[number] for result in results]
     return seen
@@ -88,7 +98,10 @@ def embedding_case(trial: Trial, size: int, idx: Tensor) -> SimpleNamespace:
     weight = table.double().requires_grad_()
     y = F.embedding(idx, weight)
     y.backward(upstream.double())
-    return SimpleNamespace(table=table, idx=idx, upstream=upstream, output=y.detach(), gradient=weight.grad)
+    other = size - 1 - idx
+    return SimpleNamespace(
+        table=table, idx=idx, upstream=upstream, other=other, output=y.detach(), gradient=weight.grad
+    )
 
 
 @check("VocabParallelEmbedding")
@@ -154,6 +167,24 @@ def embedding_output_is_the_dense_one(trial: Trial) -> None:
         )
         for rank, result in enumerate(seen.results):
             trial.require(not result["idx_changed"], "the tokens were changed in place", rank=rank)
+        trial.close(
+            f"the output of a later call, with other tokens in the same shape ({name})",
+            each_rank(seen, "later"),
+            seen.table[seen.other],
+            alternatives=partial(as_the_first_call_had_them, seen, ranges or []),
+            help="Which tokens are this rank's is asked anew in each call: batches come and go.",
+        )
+
+
+def as_the_first_call_had_them(seen: SimpleNamespace, ranges: list[tuple[int, int]]) -> dict[str, Fault]:
+    """What a later call gives, if whose a token is was found out in the first call, and kept."""
+    total = torch.zeros(*seen.idx.shape, seen.table.size(1), dtype=torch.float64)
+    for first, size in ranges:
+        mine = (seen.idx >= first) & (seen.idx < first + size)
+        if size:
+            total += seen.table[first + (seen.other - first).clamp(0, size - 1)] * mine.unsqueeze(-1)
+    told = "which tokens are this rank's is what it was in the first call: that was kept"
+    return {told: Fault(total, "Compute the mask from the tokens of this call.")}
 
 
 def other_outputs(seen: SimpleNamespace, ranges: list[tuple[int, int]], n: int) -> dict[str, Any]:
