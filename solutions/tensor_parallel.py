@@ -138,9 +138,9 @@ def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's slice of the last dimension of a replicated x; backward joins the ranks' gradients.
 
-    x (..., k) to (..., k/n), rank r the r-th slice. The forward sends nothing, the backward each part once
-    to every other rank. Neither x nor the gradient that comes in is changed. Any dtype and layout in memory,
-    even one that differs between ranks.
+    x (..., k) to (..., k/n), rank r the r-th slice. It is a copy: a view would keep the whole x alive. The
+    forward sends nothing, the backward each part once to every other rank. Neither x nor the gradient that
+    comes in is changed. Any dtype and layout in memory, even one that differs between ranks.
 
     Raises:
         ValueError: k is not divisible by n.
@@ -317,6 +317,7 @@ def tensor_parallel_attention(attention: CausalSelfAttention, group: ProcessGrou
 
     Changes and returns the given one. `c_attn.weight` (3h/n, h), `c_proj.weight` (h, h/n). One all-reduce
     forward, one backward, and no other. The dropout after the sum drops the same elements on every rank.
+    Attention probabilities are dropped as before: of each head on its own rank.
 
     Raises:
         ValueError: the number of heads is not divisible by the number of ranks; nothing was changed.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grader.checks import BACKWARD, Trial, backward, each_rank, is_close
 
+from .cut_gpt import local
 from .evaluation import evaluates_alike, without_gradients
 
 Draw = Callable[[Trial, str, torch.dtype], SimpleNamespace]
@@ -42,11 +43,20 @@ def one_pair(rank, function: Callable, x: Tensor, upstream: Tensor, transposed: 
         backward(y, upstream)
     return {
         "output": y,
+        "held": bytes_held(y),
         "gradient": leaf.grad,
         "x_changed": not torch.equal(before, after_forward),
         "upstream_changed": not torch.equal(given, upstream),
         "recording": recording,
     }
+
+
+def bytes_held(y: object) -> int:
+    """On a rank: what a tensor keeps alive; 0 where nothing tells."""
+    try:
+        return local(y).untyped_storage().nbytes()
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def quiet_probe(rank, name: str, x: Tensor) -> dict:

@@ -262,8 +262,16 @@ def attention_computes_its_share(trial: Trial) -> None:
 
 @check("tensor_parallel_attention", world_sizes=(2, 1, 4), subgroup=False)
 def attention_drops_alike_on_every_rank(trial: Trial) -> None:
-    """The dropout after the sum drops the same elements on every rank, however the ranks are seeded."""
-    branch_dropout(trial, "tensor_parallel_attention")
+    """The dropout after the sum drops the same elements on every rank; probabilities are dropped, too."""
+    for rank, result in enumerate(branch_dropout(trial, "tensor_parallel_attention")):
+        trial.require(
+            not torch.equal(*result["before the sum"]),
+            "without the dropout after the sum two calls in training mode give the same: the attention "
+            "probabilities are not dropped any more",
+            help="Leave attention.core as it is. Each rank drops in its own heads, and need not drop alike.",
+            rank=rank,
+            cause="the dropout of attention.core was switched off",
+        )
 
 
 @check("tensor_parallel_attention", world_sizes=(2, 4), subgroup=False)

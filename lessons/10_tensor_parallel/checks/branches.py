@@ -123,10 +123,14 @@ def branch_dropout_probe(rank, name: str, config: dict, weights: dict, x: Tensor
     rank.seed(seed)
     branch = getattr(rank.submission, name)(branch, rank.group)
     rank.seed(seed + 1)
-    return {"outputs": [branch(x), branch(x)], "asleep": branch.eval()(x)}
+    outputs = [branch(x), branch(x)]
+    getattr(branch, BRANCH[name][2], nn.Identity()).eval()  # what is left of dropout is before the sum
+    before_the_sum = [branch(x), branch(x)]
+    return {"outputs": outputs, "before the sum": before_the_sum, "asleep": branch.eval()(x)}
 
 
-def branch_dropout(trial: Trial, name: str) -> None:
+def branch_dropout(trial: Trial, name: str) -> list[dict]:
+    """What the dropout after the sum does; returns the ranks' results."""
     config = small_config(trial, dropout=0.4)
     branch = drawn_alike(BRANCH[name][0](GPTConfig(**config)), trial)
     x = trial.normal(3, 5, config["n_embd"])
@@ -150,6 +154,7 @@ def branch_dropout(trial: Trial, name: str) -> None:
         )
     dense = copy.deepcopy(branch).double().eval()(x.double()).detach()
     trial.close("the output in eval mode", [r["asleep"] for r in results], dense)
+    return results
 
 
 def branch_refusal_probe(rank, name: str, config: dict) -> dict:

@@ -295,6 +295,21 @@ def output_is_this_ranks_slice(trial: Trial) -> None:
 
 
 @check("scatter_to_group")
+def the_slice_is_a_copy(trial: Trial) -> None:
+    """The slice keeps itself alive, and not the whole x."""
+    seen = PAIRS.plain(trial, "scatter_to_group")
+    own = seen.outputs[0].numel() * seen.xs[0].element_size()
+    for rank, held in enumerate(each_rank(seen, "held")):
+        trial.require(
+            held <= own,
+            f"the slice is a view of x: its {own:,} bytes keep {held:,} bytes alive, and who writes into it "
+            "writes into x",
+            help="chunk, narrow and indexing with a slice give views: clone() what belongs to this rank.",
+            rank=rank,
+        )
+
+
+@check("scatter_to_group")
 def gradient_is_joined(trial: Trial) -> None:
     """The gradient of x is every rank's gradient, joined in rank order."""
     seen = PAIRS.plain(trial, "scatter_to_group")
