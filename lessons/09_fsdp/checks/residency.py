@@ -51,26 +51,22 @@ def observe_dense(rank: Any, tokens: Tensor, targets: Tensor) -> int:
 
 def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
     activations = observe_dense(rank, *batch) if rank.rank == 0 else 0  # they are as many on every rank
-    with rank.record(memory=True) as recording:
+    with rank.record(memory=True) as step:
         model = build(deep_gpt, seed).to(rank.device)
-        watch(model, recording)
+        phase = watch(model, step)
+        phase[0] = "evaluation"
         sharded = rank.submission.FullySharded(model, rank.group)
+        optimizer = SGD(sharded.parameters(), lr=0.1)
         del model
         settle()
-        recording.mark("at rest")
+        step.mark("at rest")
         sharded.eval()
         with torch.no_grad():
             sharded(*batch)
         settle()
-        recording.mark("evaluated")
-    with rank.record(memory=True) as step:
-        model = build(deep_gpt, seed).to(rank.device)
-        phase = watch(model, step)
-        sharded = rank.submission.FullySharded(model, rank.group)
-        optimizer = SGD(sharded.parameters(), lr=0.1)
-        optimizer.zero_grad()
-        del model
-        settle()
+        step.mark("evaluated")
+        sharded.train()
+        phase[0] = "forward"
         step.mark("forward")
         _, loss = sharded(*batch)
         settle()
@@ -92,7 +88,6 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
     gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
     return {
         "activations": activations,
-        "evaluation": recording,
         "step": step,
         "gradients": sum(g.numel() * g.element_size() for g in gradients),
     }
@@ -138,7 +133,7 @@ def only_shards_at_rest(trial: Trial) -> None:
             ("at rest", "after the constructor"),
             ("evaluated", "after a forward under no_grad"),
         ):
-            alive = result["evaluation"].alive(when)
+            alive = result["step"].alive(when)
             trial.require(
                 alive <= seen.share + 2 * seen.outside + SMALL,
                 f"{told} {blocks(seen, alive)} are alive on it: its share of the weights is {seen.share:,}",
@@ -163,7 +158,7 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
             help="Autograd keeps the weights for backward, whoever else lets go: shrink their storage and "
             "fill it again, or compute the block again in backward.",
             rank=r,
-            cause="the weights were never freed" if kept(seen, result) else "",
+            cause="the weights were not freed" if kept(seen, result) else "",
         )
         later = result["step"].alive("later between") - result["step"].alive("between")
         trial.require(
@@ -181,8 +176,8 @@ def never_more_than_two_blocks_forward(trial: Trial) -> None:
     """While a block computes its forward, it is whole, and perhaps the next one: never more than two."""
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
-        recording = result["evaluation"]
-        at = {name: size for name, size in recording.alive_at.items() if name.startswith("forward ")}
+        alive_at = result["step"].alive_at
+        at = {name: size for name, size in alive_at.items() if name.startswith("evaluation ")}
         most = max([*at.values(), 0]) - seen.share - 2 * seen.outside
         trial.require(
             most <= 3.2 * seen.block + SMALL,  # one that is gathered may stand in a buffer and in its tensors
