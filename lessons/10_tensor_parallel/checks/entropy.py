@@ -91,8 +91,8 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     missing = trial.integer(2, share if n > 1 else share // 2)  # at most the last rank's; some words are left
     padded[:, v - missing :] = float("-inf")
     return {
+        "with ignored targets": (some, ignored),  # first: a count that is kept is not that of all targets
         "plain": (plain, trial.tokens(v, len(plain))),
-        "with ignored targets": (some, ignored),
         "all targets on the last rank": (last, trial.tokens(share, len(last)) + v - share),
         "large logits": (large + offset, trial.tokens(v, len(large))),
         "padded vocabulary": (
