@@ -47,6 +47,8 @@ TREE_SECONDS = 0.5
 GRACE_SECONDS = 0.25
 WORDS_SECONDS = 1.0
 """That a rank may take, beyond a tenth, to write where it stands."""
+STAND_SECONDS = 0.1
+"""That ranks may take to stand still between two runs."""
 LEAST_CPU = 0.015
 """Seconds of the processor's time that show that somebody computes."""
 WAITING_CPU = 0.02
@@ -154,6 +156,7 @@ class _Run:
         """Tell the judge how the run ended; the ranks stand still until it asks for another. Has it?"""
         self._read_what_is_left()
         self._tell_all(signal.SIGSTOP)
+        self._wait_until_they_stand()
         self.report()
         try:
             _, body = receive_frame(self.judge)
@@ -174,6 +177,18 @@ class _Run:
         for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the second is macOS's word
                 os.killpg(rank.pid, number)
+
+    def _wait_until_they_stand(self) -> None:
+        """A signal takes a moment to arrive; who has left its group is not told, and not waited for long."""
+        latest = time.monotonic() + STAND_SECONDS
+        for rank in self.ranks:
+            while rank.state.exit_code is None and time.monotonic() < latest:
+                pid, status = os.waitpid(rank.pid, os.WNOHANG | os.WUNTRACED)
+                if pid and os.WIFSTOPPED(status):
+                    break
+                if pid:
+                    rank.state.exit_code = os.waitstatus_to_exitcode(status)
+                time.sleep(0.0002)
 
     def _read_what_is_left(self) -> None:
         """What ranks have printed may still be on its way."""
