@@ -87,7 +87,7 @@ def _is_for_shapes_alone(tensors: list[Tensor]) -> bool:
 
 @cache
 def _communicates(func: Any) -> bool:
-    """Whether it is one of torch.distributed. Looked up once: torch splits the name at every question."""
+    """Whether torch.distributed has it. Looked up once: torch splits the name at every question."""
     return func.namespace in _COMMUNICATION
 
 

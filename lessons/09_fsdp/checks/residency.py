@@ -143,7 +143,19 @@ def only_shards_at_rest(trial: Trial) -> None:
             )
 
 
-FIRST_STEP_ALONE = "blocks are freed in the first step alone"
+def require_as_in_the_first_step(trial: Trial, r: int, way: str, moment: str, help: str) -> None:
+    """On rank r, no more is alive at this moment of the second step than at the first one's."""
+    seen = trial.once(observe)
+    step = seen.results[r]["step"]
+    more = step.alive(f"later {moment}") - step.alive(moment)
+    trial.require(
+        more <= seen.block + seen.outside + SMALL,
+        f"after the {way} of the second step, {blocks(seen, more)} more are alive on it than after that of "
+        "the first",
+        help=help,
+        rank=r,
+        cause="blocks are freed in the first step alone",
+    )
 
 
 @check("FullySharded", first_of=RANKS)
@@ -160,14 +172,12 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
             rank=r,
             cause="the weights were not freed" if kept(seen, result) else "",
         )
-        later = result["step"].alive("later between") - result["step"].alive("between")
-        trial.require(
-            later <= seen.block + seen.outside + SMALL,
-            f"after the forward of the second step, {blocks(seen, later)} more are alive on it than after "
-            "that of the first",
-            help="Each forward frees its blocks: a hook that stays, and nothing that is used up or counted.",
-            rank=r,
-            cause=FIRST_STEP_ALONE,
+        require_as_in_the_first_step(
+            trial,
+            r,
+            "forward",
+            "between",
+            "Each forward frees its blocks: a hook that stays, and nothing that is used up or counted.",
         )
 
 
@@ -218,7 +228,6 @@ def only_shards_after_backward(trial: Trial) -> None:
     """After backward a rank has its shards and their gradients, 2P/n numbers, and nothing else."""
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
-        later = result["step"].alive("later after") - result["step"].alive("after")
         alive = result["step"].alive("after") - 2 * seen.share - 2 * seen.outside
         trial.require(
             alive <= seen.block + SMALL,
@@ -226,14 +235,8 @@ def only_shards_after_backward(trial: Trial) -> None:
             help="Free the last block's weights and all whole gradients when backward is over.",
             rank=r,
         )
-        trial.require(
-            later <= seen.block + seen.outside + SMALL,
-            f"after the backward of the second step, {blocks(seen, later)} more are alive on it than after "
-            "that of the first",
-            help="Each backward frees what it has gathered, and all whole gradients.",
-            rank=r,
-            cause=FIRST_STEP_ALONE,
-        )
+        help = "Each backward frees what it has gathered, and all whole gradients."
+        require_as_in_the_first_step(trial, r, "backward", "after", help)
         trial.require(
             result["gradients"] <= seen.share,
             f"the .grad of parameters() are {blocks(seen, result['gradients'])}: the share is "

@@ -130,34 +130,32 @@ def right_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return each_loss(logits, labels).sum() / (labels != -1).sum()
 
 
+def require_losses(trial: Trial, key: str, what: str, help: str) -> None:
+    """In every case the loss that results have under `key` is one process's."""
+    seen, n = trial.once(observe), trial.num_ranks
+    before = [tokens for _, tokens in seen.cases.values()] if key == "silent" else []  # those come last
+    for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
+        trial.close(
+            f"{what} ({name})",
+            [r["results"][i][key] for r in seen.results],
+            right_loss(logits, tokens),
+            other_losses(logits, tokens, n, before) if n > 1 else {},
+            help=help,
+        )
+        before = [*before, tokens]
+
+
 @check("next_token_loss")
 def every_next_token_is_predicted(trial: Trial) -> None:
     """The loss is one process's: every token but the first is predicted, those that begin a part, too."""
-    seen, n = trial.once(observe), trial.num_ranks
-    before = [tokens for _, tokens in seen.cases.values()]
-    for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
-        trial.close(
-            f"the loss ({name})",
-            [r["results"][i]["loss"] for r in seen.results],
-            right_loss(logits, tokens),
-            other_losses(logits, tokens, n, before[:i]) if n > 1 else {},
-            help="Position i predicts token i + 1, wherever it is. What follows a part is on the next rank.",
-        )
+    help = "Position i predicts token i + 1, wherever it is. What follows a part is on the next rank."
+    require_losses(trial, "loss", "the loss", help)
 
 
 @check("next_token_loss")
 def the_loss_is_the_same_in_validation(trial: Trial) -> None:
     """Under torch.no_grad(), where no backward is to come, the loss is the same, on every rank."""
-    seen, n = trial.once(observe), trial.num_ranks
-    before = [tokens for _, tokens in seen.cases.values()]
-    for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
-        trial.close(
-            f"the loss under torch.no_grad() ({name})",
-            [r["results"][i]["silent"] for r in seen.results],
-            right_loss(logits, tokens),
-            other_losses(logits, tokens, n, before) if n > 1 else {},
-            help=HELP,
-        )
+    require_losses(trial, "silent", "the loss under torch.no_grad()", HELP)
 
 
 @check("next_token_loss")
