@@ -220,8 +220,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     tensor as long as the sequence. Keys and values may be grouped: of a_kv heads, which divide a, each
     serves a/a_kv heads of q that follow one another. What travels then is a_kv heads, and no copies of
     them. The output has the dtype of q, and in float64 float64's digits. Inputs and the gradient that
-    comes in stay as they are. A model has many layers: each call keeps what its own backward needs. Any of
-    q, k and v may be frozen: the others get their gradients.
+    comes in stay as they are. A model has many layers: each call keeps what its own backward needs, while
+    its output is there. Any of q, k and v may be frozen: the others get their gradients.
 
     Source: arXiv:2310.01889.
     """
@@ -280,8 +280,8 @@ def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
 
     The same messages, under way while chunks are computed; k and v may be grouped as there. At every step
     every rank has the same work to do, and no chunk of the future is computed: (2n + 2) products of one
-    chunk with another at most, where 2n + 1 are needed. Each call keeps what its own backward needs, and
-    nothing as long as the sequence.
+    chunk with another at most, where 2n + 1 are needed. Each call keeps what its own backward needs,
+    while its output is there, and nothing as long as the sequence.
     """
     # answer
     return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))
@@ -420,7 +420,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> T
     fewer carry q, k, v and the output, each once, and k and v with a_kv heads. In backward their
     gradients travel so, too. No rank ever holds all tokens of all heads. The output has the dtype of q.
     Scores of a hundred overflow nothing. Inputs and the gradient that comes in stay as they are. A model
-    has many layers: each call keeps what its own backward needs.
+    has many layers: each call keeps what its own backward needs, while its output is there.
 
     Source: arXiv:2309.14509, section 3.
 

@@ -1,5 +1,7 @@
 """How `ring_attention` and `zigzag_ring_attention` are observed and judged: alike, on other parts."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -306,6 +308,29 @@ def require_unchanged(trial: Trial, seen: SimpleNamespace) -> None:
         )
 
 
+def between_two_others(
+    attention_of: Callable, group, parts: list[Tensor], d_out: Tensor
+) -> tuple[list, bool]:
+    """The gradients of the second of three attentions; and whether its output outlives all who held it.
+
+    An output that an `autograd.Function` puts on its ctx, and not into save_for_backward, is held by the ctx
+    that it holds. Only Python's garbage collector, which comes when it likes, lets go of such a circle.
+    """
+    leaves = [x.clone().requires_grad_() for x in parts]
+    scaled = [[scale * x for x in leaves] for scale in (2.0, 1.0, 0.5)]
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        outs = [attention_of(*inputs, group) for inputs in scaled]
+        outs[1].backward(d_out)
+        second = weakref.ref(outs[1])
+        outs.clear()
+        return [x.grad for x in leaves], second() is not None
+    finally:
+        if collects:
+            gc.enable()
+
+
 def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
     """As `attend`, and no more than values; then the same again, between two other attentions.
 
@@ -315,16 +340,12 @@ def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upst
     parts = [x.transpose(1, 2) for x in (q, k, v)]
     leaves = [x.clone().requires_grad_() for x in parts]
     out = attention_of(*leaves, rank.group)
-    found = {"out": out, "gradients": [None] * 3, "between": [None] * 3}
+    found = {"out": out, "gradients": [None] * 3, "between": [None] * 3, "outlived": False}
     if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
         d_out = upstream.transpose(1, 2).to(out.dtype)
         out.backward(d_out)
         found["gradients"] = [x.grad for x in leaves]
-        leaves = [x.clone().requires_grad_() for x in parts]
-        scaled = [[scale * x for x in leaves] for scale in (2.0, 1.0, 0.5)]
-        outs = [attention_of(*inputs, rank.group) for inputs in scaled]
-        outs[1].backward(d_out)
-        found["between"] = [x.grad for x in leaves]
+        found["between"], found["outlived"] = between_two_others(attention_of, rank.group, parts, d_out)
         if more:
             found["silent"] = without_gradients(attention_of, *parts, rank.group)
             found["needing"] = {
@@ -382,7 +403,7 @@ def is_right(seen: SimpleNamespace) -> bool:
 
 
 def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
-    """The middle one of three attentions has the gradients that it has alone."""
+    """The middle one of three attentions has the gradients that it has alone, and is let go of."""
     for i, label in enumerate("qkv"):
         alone = [r["gradients"][i] for r in exact.results]
         if all(isinstance(x, Tensor) for x in alone):
@@ -393,3 +414,12 @@ def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
                 help="A model has many layers: each call keeps its own tensors, with ctx.save_for_backward. "
                 "A variable of the module, or of the class, has those of another call.",
             )
+    for r, result in enumerate(exact.results):
+        trial.require(
+            not result["outlived"],
+            "after its backward, when nobody holds the output any more, its memory is still taken: the "
+            "output holds its ctx, and the ctx the output, until Python's garbage collector finds the circle",
+            help="Give what backward needs to ctx.save_for_backward, the output too: what you put on ctx "
+            "yourself (ctx.out = out) is not let go of after backward.",
+            rank=r,
+        )

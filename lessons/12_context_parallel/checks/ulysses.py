@@ -363,7 +363,8 @@ def ulysses_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
 
 @check("ulysses_attention", world_sizes=(3,), subgroup=False)
 def ulysses_calls_do_not_disturb_each_other(trial: Trial) -> None:
-    """The backward of one of three attentions, as of a model's layers, is that of its own forward."""
+    """The backward of one of three attentions, as of a model's layers, is that of its own forward, and then
+    nothing of it is kept."""
     rings.require_calls_apart(trial, trial.once(observe_exact))
 
 
