@@ -1,4 +1,4 @@
-"""Checks of `attention_with_lse` and `merge_attention`: attention to one block, and to two."""
+"""Checks of `attention_with_lse`: attention to one block of keys."""
 
 import math
 from functools import cache, partial
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .block_slips import VANISHED, VANISHING, other_blocks, seen_by
+from .block_slips import other_blocks, seen_by
 from .shared import attention
 
 exercise(
@@ -22,17 +22,6 @@ exercise(
         "Where a query sees nothing, its scores are all -inf, and -inf - -inf is NaN. Take 0 as the largest "
         "score there, and 1 as the sum of exponentials; then put in 0 and -inf. An added mask and logsumexp "
         "are right in the forward, and NaN in the backward.",
-    ),
-)
-
-exercise(
-    "merge_attention",
-    world_sizes=(1,),
-    distributed=False,
-    hints=(
-        "out_a is already divided by exp(lse_a). Multiply it by that again, add, divide by the sum.",
-        "exp(lse) overflows for scores of a hundred. Subtract the larger lse from both first.",
-        "Where both are -inf the larger one is -inf: take 0 instead, and are not divisible by 0.",
     ),
 )
 
@@ -288,204 +277,3 @@ def gradients_are_those_of_attention(trial: Trial) -> None:
 def gradients_have_no_nan_where_nothing_is_seen(trial: Trial) -> None:
     """Queries that see nothing send back 0, not NaN, and leave the others' gradients right."""
     require_gradients(trial, ("an offset below 0", "nothing seen"))
-
-
-def merge_probe(rank, cases: list) -> list:
-    results = []
-    for out_a, lse_a, out_b, lse_b, d_out in cases:
-        outs = [x.clone().requires_grad_() for x in (out_a, out_b)]
-        lses = [x.clone().requires_grad_() for x in (lse_a, lse_b)]
-        # Not leaves: a merge may write into nothing that it was given, and autograd would refuse a leaf.
-        given = [outs[0] * 1, lses[0] * 1, outs[1] * 1, lses[1] * 1]
-        before = [x.detach().clone() for x in given]
-        found = rank.submission.merge_attention(*given)
-        result = {"pair": isinstance(found, tuple | list) and len(found) == 2}
-        result["unchanged"] = all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
-        if result["pair"]:
-            out, lse = found
-            result |= {"out": out.detach().clone(), "lse": lse.detach().clone()}
-            shapes = (out.shape, lse.shape) == (d_out.shape, d_out.shape[:-1])
-            if out.requires_grad and shapes and result["unchanged"]:
-                ((out * d_out).sum() + (lse * d_out[..., 0]).sum()).backward()
-                result["gradients"] = [x.grad for x in (outs[0], lses[0], outs[1], lses[1])]
-        results.append(result)
-    return results
-
-
-MERGES = (
-    "two blocks",
-    "nothing in the first",
-    "nothing in the second",
-    "nothing in both",
-    "large scores",
-    "scores far below 0",
-)
-
-
-def observe_merges(trial: Trial) -> SimpleNamespace:
-    """Two blocks of keys, of which some queries see nothing."""
-    b, a, s, d = trial.integer(1, 2), trial.integer(2, 3), trial.integer(5, 7), trial.integer(3, 6)
-    cases, expected = [], []
-    for name in MERGES:
-        scale = 60.0 if name == "large scores" else 2.0
-        q = scale * trial.normal(b, a, s, d)
-        sizes = trial.integer(2, 4), trial.integer(5, 7)
-        keys, values = ([trial.normal(b, a, size, d) for size in sizes] for _ in range(2))
-        if name == "scores far below 0":
-            far_below_zero(q, *keys)
-        masks = [torch.ones(s, size, dtype=torch.bool) for size in sizes]
-        blind = torch.arange(s) % 2 == 0
-        if name in ("nothing in the first", "nothing in both"):
-            masks[0][blind] = False
-        if name in ("nothing in the second", "nothing in both"):
-            masks[1][blind] = False
-        parts = [attention(q, k, v, m) for k, v, m in zip(keys, values, masks, strict=True)]
-        whole = attention(q, torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1))
-        given = [x.float() for pair in parts for x in pair]
-        cases.append((*given, trial.normal(b, a, s, d)))
-        expected.append(whole)
-    results = trial.run(merge_probe, cases)[0]
-    return SimpleNamespace(
-        cases=dict(zip(MERGES, cases, strict=True)),
-        results=dict(zip(MERGES, results, strict=True)),
-        expected=dict(zip(MERGES, expected, strict=True)),
-    )
-
-
-NOTHING_TWICE = "NaN where both lse are -inf: -inf - (-inf) is NaN, and so is 0 / 0"
-
-
-def require_merge(trial: Trial, name: str, help: str) -> None:
-    seen = trial.once(observe_merges)
-    out_a, lse_a, out_b, lse_b, _ = (x.double() for x in seen.cases[name])
-    result, (out, lse) = seen.results[name], seen.expected[name]
-    trial.require(
-        result["pair"],
-        f"merge_attention did not return two tensors ({name})",
-        help="Return out and lse.",
-    )
-    a, b = (x.masked_fill(x == -math.inf, 0.0).unsqueeze(-1) for x in (lse_a, lse_b))
-    empty = (lse_a == -math.inf) & (lse_b == -math.inf)
-    others = {
-        "the outputs are added without rescaling": out_a + out_b,
-        "the outputs are averaged without rescaling": (out_a + out_b) / 2,
-        "the two weights are swapped": out_a + out_b - out,
-        "the outputs are weighted by lse, not by exp(lse)": (a * out_a + b * out_b) / (a + b),
-        "weighted by exp(lse), and not divided by the sum": out_a * a.exp() + out_b * b.exp(),
-        "weighted by exp(lse - the larger one), and not divided by the sum": sum(
-            (x - torch.maximum(lse_a, lse_b).masked_fill(empty, 0.0)).exp().unsqueeze(-1) * y
-            for x, y in ((lse_a, out_a), (lse_b, out_b))
-        ),
-        "it is the first block's alone": out_a,
-        "it is the second block's alone": out_b,
-        NOTHING_TWICE: out.masked_fill(empty.unsqueeze(-1), math.nan),
-    }
-    if (lse < VANISHING).all():
-        others[VANISHED] = torch.zeros_like(out)
-    trial.close(f"out of both blocks ({name})", result["out"], out, others, help, rtol=1e-4)
-    largest = torch.maximum(lse_a, lse_b).masked_fill(empty, 0.0)
-    lses = {
-        "the larger lse was taken off before exp, and is not added again": lse - largest,
-        NOTHING_TWICE: lse.masked_fill(empty, math.nan),
-        "the two lse are added": lse_a + lse_b,
-        "it is the larger of the two lse": torch.maximum(lse_a, lse_b),
-        "it is the first block's": lse_a,
-        "it is the second block's": lse_b,
-        "it is the mean of the two lse": (lse_a + lse_b) / 2,
-    }
-    if (lse < VANISHING).all():
-        lses[VANISHED] = torch.full_like(lse, -math.inf)
-    trial.close(f"lse of both blocks ({name})", result["lse"], lse, lses, help, rtol=1e-4)
-
-
-@check("merge_attention")
-def merged_is_attention_to_both(trial: Trial) -> None:
-    """Merged out and lse are those of attention to both blocks at once."""
-    require_merge(
-        trial,
-        "two blocks",
-        "Weigh each out by its share of the sum of exponentials: exp(lse_a) / (exp(lse_a) + exp(lse_b)).",
-    )
-
-
-@check("merge_attention")
-def a_block_that_was_not_seen_changes_nothing(trial: Trial) -> None:
-    """Where one lse is -inf, on either side, the other block's out and lse come back."""
-    for name in ("nothing in the first", "nothing in the second"):
-        require_merge(
-            trial,
-            name,
-            "exp(-inf) is 0, which is right; a difference of two lse with an -inf, or a sum that begins with "
-            "it, may not be: begin with the larger one.",
-        )
-
-
-@check("merge_attention")
-def nothing_on_both_sides_stays_nothing(trial: Trial) -> None:
-    """Where both lse are -inf, out is 0 and lse -inf."""
-    require_merge(trial, "nothing in both", "-inf - -inf is NaN, and so is 0 / 0: take 0 and 1 there.")
-
-
-@check("merge_attention")
-def large_lse_do_not_overflow(trial: Trial) -> None:
-    """Where lse are in the hundreds, nothing overflows."""
-    require_merge(trial, "large scores", "Subtract the larger lse from both before exp.")
-
-
-@check("merge_attention")
-def lse_far_below_zero_do_not_vanish(trial: Trial) -> None:
-    """Where both lse are near -150, both blocks count as anywhere else."""
-    require_merge(
-        trial,
-        "scores far below 0",
-        "Subtract the larger lse from both before exp, also where it is below 0. Only -inf needs another "
-        "number in its place.",
-    )
-
-
-@check("merge_attention")
-def what_is_merged_stays_as_it_was(trial: Trial) -> None:
-    """The given out and lse are not written to."""
-    seen = trial.once(observe_merges)
-    for name in MERGES:
-        trial.require(
-            seen.results[name]["unchanged"],
-            f"merge_attention changed a tensor that it was given ({name})",
-            help="Make new tensors: backward may need the old ones.",
-        )
-
-
-@check("merge_attention")
-def gradient_of_a_merge(trial: Trial) -> None:
-    """Where autograd follows the merge, the gradients of out and lse are right, on -inf's other side too."""
-    seen = trial.once(observe_merges)
-    for name in ("two blocks", "nothing in the first", "nothing in the second"):
-        result = seen.results[name]
-        if "gradients" not in result:
-            continue  # a merge for use inside an autograd.Function
-        out_a, lse_a, out_b, lse_b, d_out = (x.double() for x in seen.cases[name])
-        inputs = [x.clone().requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
-        lses = torch.stack([inputs[1], inputs[3]])
-        shares = lses.softmax(0).unsqueeze(-1)
-        of_out = ((shares[0] * inputs[0] + shares[1] * inputs[2]) * d_out).sum()
-        of_lse = (lses.logsumexp(0) * d_out[..., 0]).sum()
-        through_out = torch.autograd.grad(of_out, inputs, retain_graph=True)
-        through_lse = torch.autograd.grad(of_lse, inputs, allow_unused=True, materialize_grads=True)
-        labels = ("out_a", "lse_a", "out_b", "lse_b")
-        for label, found, one, other in zip(
-            labels, result["gradients"], through_out, through_lse, strict=True
-        ):
-            trial.close(
-                f"the gradient of {label} ({name})",
-                torch.zeros_like(one) if found is None else found,
-                one + other,
-                {
-                    "the shares are constants: nothing comes back through the weights of the two out": other,
-                    "what comes back through the merged lse is missing": one,
-                }
-                if label.startswith("lse")
-                else {},
-                help="Each out is weighed by a softmax over the two lse, whose gradient goes to both. "
-                "So does that of the merged lse.",
-                rtol=1e-4,
-            )

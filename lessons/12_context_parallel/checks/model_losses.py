@@ -153,3 +153,14 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
             places, causal(s), targets[:, taken]
         ),
     }
+
+
+def uneven(trial: Trial, sizes: dict, b: int) -> Tensor:
+    """Targets of which the ranks count different numbers, with plain and with zigzag parts."""
+    length, n = sizes["length"], trial.num_ranks
+    share = torch.full((2 * n,), 0.9)
+    share[0], share[-1] = 0.15, 0.4
+    keep = torch.rand(b, length, generator=torch.Generator().manual_seed(trial.seed()))
+    keep = keep < share.repeat_interleave(length // (2 * n))
+    keep[0, 1] = keep[0, length // 2] = True
+    return trial.tokens(sizes["vocab_size"], b, length).masked_fill(~keep, -1)

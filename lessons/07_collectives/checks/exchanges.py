@@ -1,0 +1,230 @@
+"""What `all_to_all` is asked to exchange, and what each rank made of it."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.checks import CheckEnded, Trial, Verdict
+
+from .cases import FILL, MIXED, PLAIN, SPACED, TRANSPOSED, draw, lay_out
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One call: what each rank has for each."""
+
+    rows: list[list[Tensor]]
+    """`rows[s][r]` goes from rank s to rank r."""
+    told: bool = False
+    """Whether the shapes are handed over."""
+    layout: str = PLAIN
+    in_a_tuple: bool = False
+    about: str = "parts of one shape"
+
+    @property
+    def values(self) -> list[Tensor]:
+        """One tensor of each rank, as the other exercises' cases have it."""
+        return [row[0] for row in self.rows]
+
+    def __str__(self) -> str:
+        dtype = str(self.rows[0][0].dtype).removeprefix("torch.")
+        layout = f", not contiguous ({self.layout})" if self.layout else ""
+        kind = ", in a tuple" if self.in_a_tuple else ""
+        return f"{self.about}, {dtype}{layout}{kind}{', with `shapes`' if self.told else ''}"
+
+
+def exchange(
+    trial: Trial,
+    shape: Callable[[int, int], Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    about: str = "parts of one shape",
+    **options: Any,
+) -> Exchange:
+    """Rank s has for rank r a tensor of `shape(s, r)`, with numbers of its own."""
+    n = trial.num_ranks
+    rows = [[draw(trial, *shape(s, r), dtype=dtype).values[0] for r in range(n)] for s in range(n)]
+    return Exchange(rows, about=about, **options)
+
+
+def observe_even(trial: Trial) -> SimpleNamespace:
+    size = trial.integer(200, 400)
+    kinds = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+    return ask(
+        trial,
+        [
+            exchange(trial, lambda s, r: (size,)),
+            *(exchange(trial, lambda s, r: (size,), kind) for kind in kinds),
+        ],
+    )
+
+
+def observe_uneven(trial: Trial) -> SimpleNamespace:
+    """All sizes differ; sizes that depend on the pair alone; empty ones, everywhere and on one rank."""
+    base, silent = trial.integer(50, 90), trial.integer(0, trial.num_ranks - 1)
+    many = {"about": "parts of other sizes", "told": True}
+    return ask(
+        trial,
+        [
+            exchange(trial, lambda s, r: (base + 5 * (s + r),), about="sizes that differ by pair"),
+            exchange(trial, lambda s, r: (0, 3), about="all parts empty"),
+            exchange(trial, lambda s, r: (), about="parts of no dimension"),
+            exchange(trial, lambda s, r: (base + 7 * s + 13 * r,), **many),
+            exchange(trial, lambda s, r: (2 + s, 30 + r), **many),
+            exchange(trial, lambda s, r: (40 * ((s + 2 * r) % 3),), about="some parts empty", told=True),
+            exchange(
+                trial, lambda s, r: (0 if s == silent else 60,), about="one rank has nothing", told=True
+            ),
+        ],
+    )
+
+
+def observe_layouts(trial: Trial) -> SimpleNamespace:
+    layouts = (TRANSPOSED, SPACED, MIXED)
+    return ask(trial, [exchange(trial, lambda s, r: (6, 5 + trial.num_ranks), layout=x) for x in layouts])
+
+
+def observe_tuple(trial: Trial) -> SimpleNamespace:
+    return ask(trial, [exchange(trial, lambda s, r: (7,), in_a_tuple=True)])
+
+
+def observe_slow(trial: Trial) -> SimpleNamespace:
+    return ask(trial, [exchange(trial, lambda s, r: (20_000,)) for _ in range(2)], delays=True)
+
+
+class Counted(list):
+    """A list that tells which entry was asked for and is not there."""
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)
+        except IndexError:
+            raise IndexError(f"{NOT_THERE}[{key}]: there are {len(self)}, one a rank") from None
+
+
+NOT_THERE = "there is no tensors"
+
+
+@contextmanager
+def told_of_kinds(given: Sequence[Tensor]) -> Iterator[None]:
+    """A call that crashes inside is told what is special in what it was given."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(given, tuple) and "tuple" in str(error):
+            error.add_note("`tensors` is a tuple here, as torch.chunk returns it: list(tensors) makes a list")
+        elif all(tensor.dim() == 0 for tensor in given):
+            error.add_note("in this call no tensor has a dimension: their shape is ()")
+        raise
+
+
+def call(
+    rank: Any, cases: list[tuple[list[Tensor], str, bool, list[list[int]] | None]], counted: bool = False
+) -> dict[str, Any]:
+    """The probe: every case in turn, each in a stretch of the recording named by its number.
+
+    A function without `shapes` ends before the first case that hands them over. With `counted`, an index
+    that is out of range is told.
+    """
+    answers = []
+    takes_shapes = "shapes" in inspect.signature(rank.submission.all_to_all).parameters
+    with rank.record() as recording:
+        for i, (values, layout, in_a_tuple, shapes) in enumerate(cases):
+            if shapes is not None and not takes_shapes:
+                break
+            laid = [lay_out(value, layout, rank.rank) for value in values]
+            kind = tuple if in_a_tuple else Counted if counted else list
+            given = kind(tensor for tensor, _ in laid)
+            recording.mark(f"{i}")
+            with told_of_kinds(given):
+                if shapes is None:
+                    returned = rank.submission.all_to_all(given, rank.group)
+                else:
+                    returned = rank.submission.all_to_all(given, rank.group, shapes=shapes)
+            recording.mark("after")
+            kept = len(given) == len(laid) and all(a is b for a, (b, _) in zip(given, laid, strict=True))
+            is_list = isinstance(returned, list | tuple)
+            entries = list(returned) if is_list else []
+            answers.append(
+                {
+                    "kind": type(returned).__name__,
+                    "is_list": is_list,
+                    "kinds": [type(entry).__name__ for entry in entries],
+                    "entries": [e.clone() if isinstance(e, Tensor) else None for e in entries],
+                    "given": [tensor.clone() for tensor, _ in laid],
+                    "kept": kept,
+                    "returns what was given": returned is given,
+                    "between": all(b is None or bool((b == FILL).all()) for _, b in laid),
+                }
+            )
+    return {"answers": answers, "recording": recording, "device": rank.device.type}
+
+
+def ask(trial: Trial, cases: list[Exchange], delays: bool = False) -> SimpleNamespace:
+    """Call it with all cases; `answers[i][r]` is what rank r made of case i.
+
+    Cases with `shapes` come last: a function that is right without that argument is not asked for them.
+    """
+
+    def of_rank(r: int) -> list[tuple]:
+        return [
+            (
+                case.rows[r],
+                case.layout,
+                case.in_a_tuple,
+                [list(row[r].shape) for row in case.rows] if case.told else None,
+            )
+            for case in cases
+        ]
+
+    def run(*options: bool) -> list[dict[str, Any]]:
+        per_rank = [(of_rank(r), *options) for r in range(trial.num_ranks)]
+        return trial.run(call, per_rank=per_rank, delays=delays)
+
+    try:
+        results = run()
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "raised IndexError" in end.message:
+            tell_index(trial.num_ranks, partial(run, True))
+        raise
+    answers = list(zip(*(result["answers"] for result in results), strict=True))
+    return SimpleNamespace(
+        cases=cases[: len(answers)],
+        answers=answers,
+        recordings=[result["recording"] for result in results],
+        device=results[0]["device"],
+    )
+
+
+def tell_index(n: int, run_counted: Callable[[], Any]) -> None:
+    """Which entry was asked for and is not there: that of a partner past the last rank?"""
+    try:
+        run_counted()
+    except CheckEnded as end:
+        if end.verdict != Verdict.CRASHED or f"{NOT_THERE}[" not in end.message:
+            return
+        past = f"{NOT_THERE}[{n}]" in end.message and not is_power_of_two(n)
+        if past:
+            end.cause = (
+                "a partner is asked for that is not there, as by rank ^ k where n is no power of two, or "
+                "by rank + k without % n"
+            )
+            end.help = ROUND_K
+        raise
+
+
+def is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+ROUND_K = "In round k send to rank (r + k) % n, and receive from rank (r - k) % n: right for every n."
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
