@@ -51,11 +51,14 @@ INSIDE_STILL = "inside no_sync, after an inner one"
 FINISH = "finish"
 
 
-def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, other: bool, batches: list[tuple]) -> dict:
+def passes(
+    rank: Any, seed: int, quiet: list[bool], broken: bool, other: bool, cleared: bool, batches: list[tuple]
+) -> dict:
     """Backward passes of the awkward model, one bucket a parameter; `quiet` passes are inside no_sync().
 
     Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves it each
-    time. With `other`, the passes that are not quiet are inside the no_sync() of another module.
+    time. With `other`, the passes that are not quiet are inside the no_sync() of another module. With
+    `cleared`, every pass is a step of its own: gradients are None when it begins.
     """
     model = build(Mixed, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
@@ -64,6 +67,8 @@ def passes(rank: Any, seed: int, quiet: list[bool], broken: bool, other: bool, b
     with rank.record() as recording:
         for number, (silent, (tokens, targets, order)) in enumerate(zip(quiet, batches, strict=True)):
             recording.mark(INSIDE if silent else "synchronised")
+            if cleared:
+                wrapped.zero_grad(set_to_none=True)
             if silent:
                 with suppress(UnreadableError), wrapped.no_sync():
                     if number > 0:
@@ -90,6 +95,7 @@ def observe_passes(
     *orders: list[tuple[str, ...]],
     broken: bool = False,
     other: bool = False,
+    cleared: bool = False,
 ) -> SimpleNamespace:
     seed, drawn = trial.seed(), draw_passes(trial, *orders)
     given = [([p[r] for p in drawn],) for r in range(trial.num_ranks)]
@@ -99,10 +105,17 @@ def observe_passes(
         if any(len(set(order)) > 1 for order in orders)
         else ""
     ):
-        results = trial.run(passes, seed, quiet, broken, other, per_rank=given)
+        results = trial.run(passes, seed, quiet, broken, other, cleared, per_rank=given)
+    first, drawn = drawn[0], drawn[-1:] if cleared else drawn
     expected, own = expected_gradients(seed, drawn)
     return SimpleNamespace(
-        results=results, expected=expected, own=own, seed=seed, drawn=drawn, sizes=sizes_of(drawn)
+        results=results,
+        expected=expected,
+        own=own,
+        seed=seed,
+        first=first,
+        drawn=drawn,
+        sizes=sizes_of(drawn),
     )
 
 
@@ -160,6 +173,11 @@ def observe_two_passes(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False, False], [BOTH], [BOTH])
 
 
+def observe_two_steps(trial: Trial) -> SimpleNamespace:
+    """In the second step rank 0 does not use the layer that all ranks have used in the first."""
+    return observe_passes(trial, [False, False], [BOTH], [("left",), BOTH], cleared=True)
+
+
 @check("DataParallel")
 def ranks_may_use_different_layers(trial: Trial) -> None:
     """A layer that some ranks did not use counts as zero there, and no rank waits for ever."""
@@ -168,6 +186,38 @@ def ranks_may_use_different_layers(trial: Trial) -> None:
         trial.once(observe_corners),
         help="finish_gradient_synchronization() sends the buckets that never became full.",
     )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def each_step_has_its_own_gradients(trial: Trial) -> None:
+    """After zero_grad(), a layer that a rank used in the step before and does not use now counts as zero."""
+    seen = trial.once(observe_two_steps)
+    for name in [n for n in seen.expected if n != "frozen.weight"]:
+        trial.close(
+            f"the gradient of {name} in a second step, after zero_grad(),",
+            by_rank(seen.results, "gradients", name),
+            seen.expected[name],
+            alternatives=partial(stale, seen, name),
+            help="Where a parameter has no gradient in this step, its place in the bucket is zero.",
+        )
+
+
+def stale(seen: SimpleNamespace, name: str) -> dict[str, Tensor]:
+    """A mean in which rank 0, which has no gradient, sends what its bucket still holds of the first step."""
+    n = len(seen.own)
+    mean, own = expected_gradients(seen.seed, [seen.first])
+    if seen.own[0][name].any():
+        return {}
+    return {
+        f"rank 0 has no gradient of it in this step, and sends {what} once more: its bucket still holds it": (
+            seen.expected[name] + value / n
+        )
+        for what, value in (
+            ("the mean of the step before", mean[name]),
+            ("its own gradient of the step before", own[0][name]),
+            ("its share of the step before", own[0][name] / n),
+        )
+    }
 
 
 def skip_all(rank: Any, seed: int, evaluating: bool, used: bool, x: Tensor) -> dict:

@@ -64,17 +64,19 @@ def observe_numbers(trial: Trial) -> list[dict]:
 
 
 def observe_uneven(trial: Trial) -> SimpleNamespace:
-    """Batches that are not divisible by n."""
+    """Batches that are not divisible by n; then the targets of each."""
     n = trial.num_ranks
     sizes = [n + 1, 2 * n - 1, 3 * n - 1, 2 * n + 1, n - 1]
     batches = [numbered(b) for b in sizes]
     try:
-        results = trial.run(cut, batches)
+        results = trial.run(cut, [tensor for batch in batches for tensor in (batch, -batch)])
     except CheckEnded as end:
         if end.verdict == Verdict.CRASHED:
             for batch in batches:  # which of them was it?
                 run_cut(trial, [batch])
         raise
+    for result in results:
+        result["targets"], result["shares"] = result["shares"][1::2], result["shares"][::2]
     return SimpleNamespace(sizes=sizes, results=results)
 
 
@@ -174,6 +176,19 @@ def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
         rtol=0.0,
         help="Which rows a rank takes may depend on its rank, on n and on b, and on nothing else.",
     )
+    uneven = trial.once(observe_uneven)
+    require_rows(trial, uneven)
+    for i, b in enumerate(uneven.sizes):
+        for r, result in enumerate(uneven.results):
+            rows, theirs = ((x[:, 0] // 10).tolist() for x in (result["shares"][i], -result["targets"][i]))
+            trial.require(
+                rows == theirs,
+                f"of a batch of {b} rows it got {rows}, and in the next call, of the targets, {theirs}",
+                cause="which rows a rank gets changes from call to call",
+                help="Inputs and targets are cut in two calls, and must get the same rows: they may depend "
+                "on the rank, on n and on b, and on nothing else.",
+                rank=r,
+            )
     results = trial.once(observe_numbers)
     trial.close(
         "the share of a (b,) tensor of the same batch",
