@@ -131,8 +131,10 @@ TAKEN_FOR_FINITE = (
 def how_decided(recording: Recording) -> str:
     """Why a rank takes a step though a loss is not finite, as far as the reduction of its flag tells."""
     ways = {
-        "MAX": "the largest of the ranks' flags decides: one rank whose loss is finite is enough for it",
-        "MIN": "the smallest of the ranks' flags decides: one rank that reports nothing is enough",
+        "MAX": "the largest of what the ranks send decides. Of flags: one rank whose loss is finite is "
+        "enough for it. Of losses: NaN can be lost in it, and -inf is",
+        "MIN": "the smallest of what the ranks send decides. Of flags: one rank that reports nothing is "
+        "enough. Of losses: NaN can be lost in it, and inf is",
         "SUM": "the sum of the ranks' flags decides: is it what it should be when all are finite?",
         "PRODUCT": "the product of the ranks' flags decides: one 0 among them makes it 0",
     }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 exercise(
     "clipped_step",
@@ -258,6 +258,12 @@ def norm_is_that_of_the_whole_gradient(trial: Trial) -> None:
             expected.right.norms,
             alternatives={
                 "this is the norm after clipping": clipped,
+                "where the norm is below max_norm, max_norm itself is returned: the norm was clamped": Fault(
+                    [norms.clamp(min=max_norm) for norms in expected.right.norms],
+                    "Clamp the factor, not what you return: (max_norm / norm).clamp(max=1). An in-place "
+                    "clamp_ changes the norm that goes back, too.",
+                    on_some_ranks=True,
+                ),
                 **{told: wrong.norms for told, wrong in expected.wrong.items()},
             },
             help=HELP,

@@ -109,5 +109,7 @@ def counted_passes(start: Weights, ends: Sequence[Weights], means: Sequence[Weig
         times = {0: "is lost", 1: "counts once", 2: "counts twice", 3: "counts three times"}
         told = f"the first backward pass of a step {times[first]}, and the second {times[second]}"
         told += ": is .grad dropped once it was sent?" if first > 1 else ""
+        if (first, second) == (0, 2):
+            told += ": is what it left kept in a buffer that the second is received into? Keep a copy of it"
         return told if wrong.all() else f"of a part of the weights {told}"
     return ""
