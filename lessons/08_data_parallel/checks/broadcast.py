@@ -154,15 +154,21 @@ def weights_may_lie_in_another_order(trial: Trial) -> None:
         )
     for name in ("left.weight", "right.weight", "table"):
         kind = "buffers" if name == "table" else "weights"
-        start = {**dict(seen.starts[0].named_parameters()), "table": seen.starts[0].table}[name]
+        starts = [{**dict(m.named_parameters()), "table": m.table}[name].detach() for m in seen.starts]
+        start = starts[0]
         trial.close(
             f"{name}, transposed in memory on every rank but the first, after the broadcast",
             by_rank(seen.results, kind, name),
-            start.detach(),
+            start,
             alternatives={
+                "its own numbers: what came was written into a copy, which contiguous(), reshape() and "
+                "flatten() make where memory has another order": Fault(
+                    starts,
+                    "Receive into a contiguous tensor of your own, and copy_ that into the tensor itself.",
+                ),
                 "rank 0's memory, read in another order: a collective sends memory as it lies": [
                     start if r == 0 else start.reshape(start.t().shape).t() for r in range(trial.num_ranks)
-                ]
+                ],
             },
             rtol=0.0,
             help="Send tensor.contiguous(), and copy what has come back into the tensor.",

@@ -63,7 +63,7 @@ def require_ahead(
     trial: Trial,
     way: str,
     start: str,
-    late: str = "each gather starts when its own block is due",
+    late: str = "each gather starts when its own block is due, or when the block before it is over",
     training: bool = False,
 ) -> None:
     """At each block's computation in `way`, the gather of the next was started, and nobody waited for it."""

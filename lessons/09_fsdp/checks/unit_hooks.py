@@ -198,11 +198,17 @@ FIRST_ALONE = (
 )
 
 
-def first_alone(seen: Any) -> bool:
-    """Whether block 0 has no gradient in its shards on any rank, and all other gradients are right."""
+FIRST_ONCE = (
+    "block 0 alone misses the last backward's: nothing has reduced it when that was over. A callback that is "
+    "queued for the end of a backward is called once, and has to be queued in each"
+)
+
+
+def first_alone(seen: Any, passes: int) -> bool:
+    """Whether block 0's shards have the gradient of so many backward passes, and all others have it all."""
     for i, name in enumerate(seen.names):
-        mean = torch.stack([sum(by_pass[i] for by_pass in each) for each in seen.gradients]).mean(0)
-        expected = torch.zeros_like(mean) if name.startswith("0.") else mean
+        own = torch.stack([torch.stack([by_pass[i] for by_pass in each]) for each in seen.gradients])
+        expected = own[:, : passes if name.startswith("0.") else None].sum(1).mean(0)
         if not all(is_close(result["gradients"][i], expected) for result in seen.results):
             return False
     return True
@@ -210,12 +216,13 @@ def first_alone(seen: Any) -> bool:
 
 def require_gradients(trial: Trial, seen: Any) -> None:
     n = trial.num_ranks
-    nothing = FIRST_ALONE if first_alone(seen) else "nothing was reduced into the shards"
+    nothing = FIRST_ALONE if first_alone(seen, 0) else "nothing was reduced into the shards"
+    last_missing = FIRST_ONCE if first_alone(seen, 1) else "the last backward's is missing"
     for i, name in enumerate(seen.names):
         own = torch.stack([torch.stack([by_pass[i] for by_pass in each]) for each in seen.gradients])
         alternatives = {  # (n, 2, ...)
             "the first backward's is lost": own[:, 1].mean(0),
-            "the last backward's is missing": own[:, 0].mean(0),
+            last_missing: own[:, 0].mean(0),
             "the first backward's counts twice": (2 * own[:, 0] + own[:, 1]).mean(0),
             nothing: torch.zeros_like(own[0, 0]),
         }
@@ -234,6 +241,12 @@ def in_blocks(seen: Any, size: float) -> str:
     return f"{size:,.0f} bytes, as much as {size / seen.block:.1f} of {NUM_BLOCKS} blocks,"
 
 
+KEPT_FOR_BACKWARD = (
+    "no block was freed, and under no_grad all were: a block is freed after every forward, also where its "
+    "backward is still to come, which gathers it again"
+)
+
+
 def require_freed(trial: Trial, seen: Any, moments: dict[str, str], shares: int, help: str) -> None:
     """At these moments, no more is alive than shares, and what a few small activations take."""
     for r, result in enumerate(seen.results):
@@ -244,7 +257,9 @@ def require_freed(trial: Trial, seen: Any, moments: dict[str, str], shares: int,
                 f"{told} {in_blocks(seen, alive)} are alive on it besides its share",
                 help=help,
                 rank=r,
-                cause="no block was freed" if alive > (NUM_BLOCKS - 1) * seen.block / 2 else "",
+                cause=(KEPT_FOR_BACKWARD if when == "between" else "no block was freed")
+                if alive > (NUM_BLOCKS - 1) * seen.block / 2
+                else "",
             )
 
 

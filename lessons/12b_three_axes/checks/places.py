@@ -68,12 +68,20 @@ def cause(seen: SimpleNamespace) -> str:
             )
         ),
         "the group of rank 0": lambda r, s, d: ranks_along(0, s, d),
+        "the coordinates along the dimensions further out are lost: the group lies where they are 0, and the "
+        "rank itself is not in it": lambda r, s, d: ranks_along(r % within(s, d), s, d),
     }
     answers = [listed(result["answer"]) for result in seen.results]
     for words, slip in slips.items():
         if all(given == slip(*call) for given, call in zip(answers, seen.calls, strict=True)):
             return words
     return ""
+
+
+def within(sizes: Sizes, dim: str) -> int:
+    """How many ranks there are along a dimension and all that are further in."""
+    names = list(sizes)
+    return math.prod(sizes[name] for name in names[names.index(dim) :])
 
 
 def coordinate(rank: int, sizes: Sizes, dim: str) -> int:

@@ -49,6 +49,13 @@ def share_of(rank: Any, batch: Tensor, mesh: Any) -> Tensor:
                 f"b = {len(batch)} is not divisible by {n}: chunk and split may make fewer pieces than there "
                 "are ranks, where tensor_split makes one for each"
             )
+        else:
+            sizes = ", ".join(f'"{name}": {mesh.size(i)}' for i, name in enumerate(mesh.mesh_dim_names))
+            error.add_note(
+                f"in a mesh of {sizes}, where this rank is number {mesh.get_local_rank('data')} of the {n} "
+                f'along "data": was the batch cut into {n} pieces, or into as many as another dimension has '
+                "ranks?"
+            )
         raise
 
 
