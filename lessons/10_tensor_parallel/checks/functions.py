@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grader.checks import BACKWARD, Trial, check, each_rank, exercise, parts
-from lessons_shared.pairs import Pairs
+from lessons_shared.pairs import Pairs, bytes_held
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import nothing_travels
 
@@ -172,6 +172,28 @@ def output_is_the_sum(trial: Trial) -> None:
         },
         terms=seen.xs,
     )
+    if trial.num_ranks > 2:  # of two ranks each would round alike
+        one_sum(trial)
+
+
+def sum_probe(rank, x: Tensor) -> Tensor:
+    return rank.submission.reduce_from_group(x.requires_grad_(), rank.group).detach()
+
+
+def one_sum(trial: Trial) -> None:
+    """The ranks' outputs are one sum, bit for bit."""
+    xs = [trial.normal(500) for _ in range(trial.num_ranks)]
+    first, *others = trial.run(sum_probe, per_rank=[(x,) for x in xs])
+    for rank, other in enumerate(others, start=1):
+        differ = int((first != other).sum())
+        trial.require(
+            not differ,
+            f"{differ} of {first.numel()} numbers of its sum are not rank 0's: they differ in the last bits",
+            cause="each rank rounds in an order of its own, as x + (total - x).detach() does with its own x",
+            help="Return what the all-reduce made, the same on every rank: what is replicated drifts apart "
+            "otherwise. total + (x - x.detach()) does, or an autograd.Function.",
+            rank=rank,
+        )
 
 
 @check("reduce_from_group")
@@ -307,6 +329,21 @@ def the_slice_is_a_copy(trial: Trial) -> None:
             help="chunk, narrow and indexing with a slice give views: clone() what belongs to this rank.",
             rank=rank,
         )
+    if trial.in_full:
+        width = trial.integer(5, 9)
+        x = trial.normal(1, trial.num_ranks * width)
+        for rank, held in enumerate(trial.run(row_probe, per_rank=[(x,)] * trial.num_ranks)):
+            trial.require(
+                held <= 4 * width,
+                f"of an x of one row the slice is a view: its {4 * width} bytes keep {held} bytes alive",
+                cause="contiguous() copies nothing where memory is contiguous, as a slice of one row is",
+                help="clone() always copies.",
+                rank=rank,
+            )
+
+
+def row_probe(rank, x: Tensor) -> int:
+    return bytes_held(rank.submission.scatter_to_group(x.requires_grad_() * 1.0, rank.group))
 
 
 @check("scatter_to_group")
