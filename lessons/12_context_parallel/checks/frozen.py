@@ -11,7 +11,12 @@ from lessons_shared.evaluation import HELP
 
 from .ring_slips import wrong_outputs
 
-NEEDING = {"q alone needs a gradient": (0,), "k and v need one, and q does not": (1, 2)}
+NEEDING = {
+    "q alone needs a gradient": (0,),
+    "k alone needs one": (1,),
+    "v alone needs one": (2,),
+    "k and v need one, and q does not": (1, 2),
+}
 """Which of them need one."""
 
 

@@ -61,7 +61,7 @@ def blocks_travel_while_one_is_computed(trial: Trial) -> None:
 
 @check("ring_attention", world_sizes=(4, 3), subgroup=False)
 def no_rank_holds_all_keys(trial: Trial) -> None:
-    """No tensor is as long as the sequence, and keys that came by are not kept for backward."""
+    """No tensor is as long as the sequence, and keys that came by are not kept, for backward either."""
     rings.require_nothing_long(trial, trial.once(observe))
 
 

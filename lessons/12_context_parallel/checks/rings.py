@@ -84,11 +84,13 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         hop=2 * k.numel() * k.element_size(),
         before_second_hop=None if last else lambda: heard.append(hold_second_hop(rank)),
         at_second_block=lambda: rank.tell("the second block") if last else None,
+        whole=rank.num_ranks * q.numel() if rank.num_ranks > 3 else 0,  # three may be q, k and v in one
     )
     with rank.record(memory=True) as recording, watch:
         out = getattr(rank.submission, name)(*parts, rank.group)
         settle()
-        forward, long = list(watch.order), watch.long
+        forward, long, held = list(watch.order), watch.long, watch.held
+        watch.whole = 0  # four blocks joined are keys, values and their gradients
         watch.before_second_hop = watch.at_second_block = None
         watch.at_first_product = lambda: rank.tell(f"rank {rank.rank} computes backward")
         recording.mark(BACKWARD)
@@ -104,6 +106,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         "others_went_back": others_went_back,
         "second_computed": all(heard),
         "long": [long, watch.long],
+        "held": held,
         "recording": recording,
     }
 
@@ -256,6 +259,15 @@ def require_nothing_long(trial: Trial, seen: SimpleNamespace) -> None:
             : 2 if n == 3 else 1
         ]:  # four blocks joined are as long as four ranks' keys
             nothing_is_long(trial, found, seen.length, r)
+        hops = result["held"] / (2 * seen.block)  # each brings keys and values
+        trial.require(
+            n < 4 or r < n - 1 or hops < 2.5,  # the last rank computes all blocks
+            f"when the last block is computed, {hops:.2g} blocks of keys and values that were received are "
+            f"still there, of {n - 1} in all: with its own the rank holds all keys",
+            help="Let a block go when it was computed and has left: the one that is there and the one that "
+            "comes are two.",
+            rank=r,
+        )
         alive = result["recording"].alive(BACKWARD)
         trial.require(
             n < 4 or alive < 0.99 * (2 * (n - 1) + 1) * seen.block,

@@ -1,6 +1,7 @@
 """What the checks of this lesson share: plain attention, who has which positions, messages round a ring."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,6 +66,11 @@ class Watch(TorchDispatchMode):
     Args:
         hop: bytes that leave a rank in a hop. `before_second_hop` is called before more than that is sent.
         at_second_block: called at the first product after a message after a product.
+        whole: how many numbers the whole sequence has; a tensor of as many is long, whatever its shape. 0
+            looks at shapes alone.
+
+    Attributes:
+        held: bytes of all that has been received and was still there at the last product.
     """
 
     def __init__(
@@ -75,8 +81,12 @@ class Watch(TorchDispatchMode):
         hop: int = 0,
         before_second_hop: Callable | None = None,
         at_second_block: Callable | None = None,
+        whole: int = 0,
     ) -> None:
         super().__init__()
+        self.whole = whole
+        self.held = 0
+        self._received: list[weakref.ref] = []
         self.hop, self.sent = hop, 0
         self.before_second_hop = before_second_hop
         self.at_second_block = at_second_block
@@ -92,6 +102,8 @@ class Watch(TorchDispatchMode):
                 self.before_second_hop()
                 self.before_second_hop = None
             self.sent += sum(x.numel() * x.element_size() for x in tensors_in(args[0]))
+        if func.namespace == "c10d" and func._opname in ("recv_", "recv_any_source_"):
+            self._received += [weakref.ref(x.untyped_storage()) for x in tensors_in(args[0])]
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.order.append("message")
@@ -102,8 +114,13 @@ class Watch(TorchDispatchMode):
                 self.at_second_block()
                 self.at_second_block = None
             self.order.append("product")
+            there = {
+                id(storage): storage.nbytes() for ref in self._received if (storage := ref()) is not None
+            }
+            self.held = sum(there.values())
         for tensor in tensors_in(result):
-            if not self.long and is_long(tensor, self.length, self.dims):
+            large = self.whole and tensor.is_floating_point() and tensor.numel() >= self.whole
+            if not self.long and (large or is_long(tensor, self.length, self.dims)):
                 self.long = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
         return result
 

@@ -244,7 +244,7 @@ def zigzag_blocks_travel_while_one_is_computed(trial: Trial) -> None:
 
 @check("zigzag_ring_attention", world_sizes=(4, 3), subgroup=False)
 def zigzag_holds_no_sequence(trial: Trial) -> None:
-    """No tensor is as long as the sequence, and keys that came by are not kept for backward."""
+    """No tensor is as long as the sequence, and keys that came by are not kept, for backward either."""
     rings.require_nothing_long(trial, trial.once(observe))
 
 
