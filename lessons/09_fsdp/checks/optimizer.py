@@ -292,7 +292,7 @@ def uneven_sizes(n: int) -> dict[str, list[int]]:
     """The sizes of parameters of which one in n is large, by where the large ones stand."""
     return {
         f"the first of every {n}": [LARGE, *[1] * (n - 1)] * NUM_LARGE,
-        "the first of them all": [LARGE] * NUM_LARGE + [1] * ((n - 1) * NUM_LARGE),
+        f"the first {NUM_LARGE}": [LARGE] * NUM_LARGE + [1] * ((n - 1) * NUM_LARGE),
     }
 
 
