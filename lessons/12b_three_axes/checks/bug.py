@@ -104,7 +104,9 @@ def by_another_count(total: int, counts: list[int], p: int, sizes: dict[str, int
     return counts[p] * sizes["data"] / total
 
 
-UNWEIGHED = "it is not weighed: by no count, by one of all targets, or along a dimension of one rank"
+UNWEIGHED = (
+    "it is not weighed at all, or by counts of all targets, those of -1 too, or along a dimension of one rank"
+)
 
 
 def others(n: int) -> dict[str, Any]:
