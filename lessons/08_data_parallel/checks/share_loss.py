@@ -198,7 +198,8 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         rounded = torch.tensor(counts, dtype=dtype)
         told = f"the number of targets went through {str(dtype)[6:]}, which holds whole numbers up to {last}"
         known[told] = [n / torch.stack([*rounded]).sum().item()] * n
-    return known if n > 1 else {}
+    two = {"as if there were 2 ranks: n is the group's size": [2 / total] * n}
+    return {**known, **two} if n > 1 else two
 
 
 def require_parts(trial: Trial, seen: SimpleNamespace, help: str = "") -> None:
