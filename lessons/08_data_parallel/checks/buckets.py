@@ -158,6 +158,12 @@ def why_so_many(by_room: dict[int, list[int]]) -> str:
     )
 
 
+def tell_sizes(sizes: list[int]) -> str:
+    """How many all-reduces there were, and of how many bytes."""
+    count = "was 1 all-reduce" if len(sizes) == 1 else f"were {len(sizes)} all-reduces"
+    return f"{count}, of {', '.join(map(str, sizes))} bytes" if sizes else count
+
+
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def gradients_travel_in_buckets(trial: Trial) -> None:
     """Six gradients of 1024 bytes make 6, 3 or 1 all-reduces, as bucket_bytes is 1024, 2048 or 6144."""
@@ -171,9 +177,7 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
             full = 6 // layers
             trial.require(
                 full <= len(sizes) <= (full if layers == 1 else full + 1),  # a smaller first bucket is fine
-                f"with bucket_bytes={layers * GRADIENT_BYTES} there were {len(sizes)} all-reduces of "
-                f"{sizes} bytes, "
-                f"expected {full}",
+                f"with bucket_bytes={layers * GRADIENT_BYTES} there {tell_sizes(sizes)}; expected: {full}",
                 cause=why_so_many(by_room)
                 if sizes
                 else f"a bucket is all-reduced, and there were {', '.join(recording.kinds()) or 'none'}",
