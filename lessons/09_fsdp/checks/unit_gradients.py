@@ -271,5 +271,5 @@ def sums_are_in_reduce_dtype(trial: Trial) -> None:
             alternatives={
                 "it was rounded to bfloat16": own.sum(0).to(LOW).div(trial.num_ranks).to(LOW).double()
             },
-            help="Cast first, then sum.",
+            help="Cast first, then sum, and do not cast back before the mean is in the shard's .grad.",
         )
