@@ -19,9 +19,10 @@ SHRUNK = "it is divided by all ranks of the mesh: inside a machine the mean is t
 def by_factor(machines: Machines) -> dict[str, tuple[float, float]]:
     """What a slip multiplies gradients by, and what of the first of two passes it multiplies besides."""
     m, n = len(machines), len(machines[0])
+    summed = SUMMED if n > 1 else f"{SUMMED} (and not by the ranks of a machine)"
     return {
-        SUMMED: (m, 1.0),
-        f"{SUMMED}. What the first pass left was summed once more": (m, m),
+        summed: (m, 1.0),
+        f"{summed}. What the first pass left was summed once more": (m, m),
         SHRUNK: (1 / n, 1.0),
         f"{SHRUNK}. What the first pass left was divided once more": (1 / n, 1 / n),
     }
