@@ -38,7 +38,9 @@ def probe(rank: Any, calls: list) -> list[dict]:
     for number, sizes, dim in calls:
         given = dict(sizes)
         answer = rank.submission.group_along(number, given, dim)
-        found.append({"answer": answer, "changed": given != sizes})
+        kind = "None" if answer is None else f"a {type(answer).__name__}"
+        answer = answer if isinstance(answer, list) else None
+        found.append({"answer": answer, "kind": kind, "changed": given != sizes})
     return found
 
 
@@ -51,6 +53,18 @@ def observe(trial: Trial) -> SimpleNamespace:
         for dim in sizes
     ]
     return SimpleNamespace(calls=calls, results=trial.run(probe, calls)[0])
+
+
+def seen_lists(trial: Trial) -> SimpleNamespace:
+    """What was seen, if all answers are lists."""
+    seen = trial.once(observe)
+    for (rank, sizes, dim), result in zip(seen.calls, seen.results, strict=True):
+        trial.require(
+            result["answer"] is not None,
+            f"group_along({rank}, {sizes}, {dim!r}) gave {result['kind']}, where a list belongs",
+            help="Return a list of ranks.",
+        )
+    return seen
 
 
 def cause(seen: SimpleNamespace) -> str:
@@ -71,7 +85,7 @@ def cause(seen: SimpleNamespace) -> str:
         "the coordinates along the dimensions further out are lost: the group lies where they are 0, and the "
         "rank itself is not in it": lambda r, s, d: ranks_along(r % within(s, d), s, d),
     }
-    answers = [listed(result["answer"]) for result in seen.results]
+    answers = [tuple(result["answer"]) for result in seen.results]
     for words, slip in slips.items():
         if all(given == slip(*call) for given, call in zip(answers, seen.calls, strict=True)):
             return words
@@ -89,13 +103,8 @@ def coordinate(rank: int, sizes: Sizes, dim: str) -> int:
     return ranks_along(rank, sizes, dim).index(rank)
 
 
-def listed(answer: Any) -> Any:
-    """A list as a tuple; anything else is wrong."""
-    return tuple(answer) if isinstance(answer, list) else answer
-
-
 def require(trial: Trial, wanted: Any, help: str) -> None:
-    seen = trial.once(observe)
+    seen = seen_lists(trial)
     for call, result in zip(seen.calls, seen.results, strict=True):
         rank, sizes, dim = call
         right = list(ranks_along(*call))
@@ -130,12 +139,12 @@ def outer_ranks_are_strides_apart(trial: Trial) -> None:
 @check("group_along")
 def every_rank_is_in_its_own_group(trial: Trial) -> None:
     """The group has `rank` itself in it, and as many ranks as the dimension; the sizes stay as given."""
-    seen = trial.once(observe)
+    seen = seen_lists(trial)
     for (rank, sizes, dim), result in zip(seen.calls, seen.results, strict=True):
         told = f"group_along({rank}, {sizes}, {dim!r}) is {result['answer']!r}"
-        answer = listed(result["answer"])
-        is_list = isinstance(result["answer"], list) and all(type(each) is int for each in answer)
-        trial.require(is_list, f"{told}, not a list of whole numbers", help="Return a list of ranks.")
+        answer = result["answer"]
+        whole = all(type(each) is int for each in answer)
+        trial.require(whole, f"{told}, not a list of whole numbers", help="Return a list of ranks.")
         trial.require(rank in answer, f"{told}, where rank {rank} itself is missing")
         trial.require(len(set(answer)) == sizes[dim], f"{told}: expected {sizes[dim]} ranks")
         trial.require(not result["changed"], "the given sizes were changed", help="Work on a copy.")
