@@ -172,6 +172,9 @@ def returns_where_none_lacks(trial: Trial, by_rank: list) -> bool:
     return True
 
 
+ONE_ROOT = "Sum the squares over parameters and ranks, each once, then take one root."
+
+
 def root(squares: Any) -> Tensor:
     return torch.as_tensor(squares, dtype=torch.float64).sqrt()
 
@@ -207,13 +210,16 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             [root(sum(copies_of(name, sizes) * x for name, x in own.items())) for own in own_squares],
             "Ranks that differ along a dimension in `cut_along` have different parts: sum over these.",
         ),
-        "ranks' norms are added up, where their squares belong": sum(root(x) for x in local),
-        "norms are added up, where their squares belong": sum(
-            root(part.double().square().sum())
-            for name, x in whole.items()
-            for part in every_part(x, PARAMETERS[name][1], sizes)
+        "ranks' norms are added up, where their squares belong": Fault(sum(root(x) for x in local), ONE_ROOT),
+        "norms are added up, where their squares belong": Fault(
+            sum(
+                root(part.double().square().sum())
+                for name, x in whole.items()
+                for part in every_part(x, PARAMETERS[name][1], sizes)
+            ),
+            ONE_ROOT,
         ),
-        "it is the square of the norm": sum(squares.values()),
+        "it is the square of the norm": Fault(sum(squares.values()), ONE_ROOT),
         "what no dimension cuts is left out": root(sum(x for n, x in squares.items() if PARAMETERS[n][1])),
         "it is averaged over the ranks": root(sum(local) / num_ranks),
     }
