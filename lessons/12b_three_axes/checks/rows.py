@@ -78,6 +78,24 @@ def rows_in(share: Tensor | None, batch: Tensor) -> list[int] | None:
     return numbers if whole else None
 
 
+def no_rows(share: Tensor | None, batch: Tensor) -> tuple[str, str]:
+    """What is no rows of a batch, in words, and the next step."""
+    if share is None:
+        return "what is no tensor", "Return this rank's rows of the batch."
+    rest = batch.shape[1:]
+    if share.shape[1:] == rest:
+        return (
+            "numbers that are not rows of it",
+            "Cut the batch, and leave the numbers in its rows as they are.",
+        )
+    cut = share.dim() == batch.dim() and any(a < b for a, b in zip(share.shape[1:], rest, strict=True))
+    return f"{tuple(share.shape)}, where rows of it are {(*share.shape[:1], *rest)}", (
+        "Rows are cut, and columns stay: context parallelism cuts tokens by itself."
+        if cut
+        else "Cut the first dimension. All dimensions behind it stay as they are."
+    )
+
+
 def found(trial: Trial, apart: bool = False) -> list[tuple[Sizes, int, list[list[int] | None]]]:
     """Mesh, number of the batch, and the rows by rank; with `apart`, of meshes that are not the world."""
     seen = trial.once(observe)
@@ -92,15 +110,18 @@ def found(trial: Trial, apart: bool = False) -> list[tuple[Sizes, int, list[list
 @check("rows_of")
 def every_share_is_rows(trial: Trial) -> None:
     """A rank gets whole rows of the batch."""
-    for sizes, i, by_rank in found(trial):
-        for rank, rows in enumerate(by_rank):
-            trial.require(
-                rows is not None,
-                f"a batch {tuple(trial.once(observe).batches[i].shape)} on a mesh of {told(sizes)} gave "
-                "something that is not rows of it",
-                help="Rows are cut, and columns stay: context parallelism cuts tokens by itself.",
-                rank=rank,
-            )
+    seen = trial.once(observe)
+    for m, sizes in enumerate(seen.plans):
+        for i, batch in enumerate(seen.batches if APART not in sizes else ()):
+            for rank, result in enumerate(seen.results):
+                share = result[m]["shares"][i]
+                what, step = no_rows(share, batch)
+                trial.require(
+                    rows_in(share, batch) is not None,
+                    f"a batch {tuple(batch.shape)} on a mesh of {told(sizes)} gave {what}",
+                    help=step,
+                    rank=rank,
+                )
 
 
 @check("rows_of")
