@@ -126,8 +126,9 @@ def _trouble(
     if error.get("waited_twice"):
         return _waits_twice(failed[0], error, locate, name)
     if kind == "NotPlainError":
+        what = message.rpartition(" is ")[2]  # and not where it lies in what the check has put together
         return CheckEnded(
-            Verdict.WRONG, f"{name.on(failed[0])}it gave something that is no tensor or number: {message}"
+            Verdict.WRONG, f"{name.on(failed[0])}it gave something that is no tensor or number: {what}"
         )
     places = _places(error, locate)
     if kind == "NotImplementedError" and (not message or "raise NotImplementedError" in "".join(places[-1:])):
