@@ -29,6 +29,7 @@ from grader.judging.numbers import (
 )
 from grader.judging.trial import Trial, check, exercise
 from grader.judging.verdicts import CheckEnded, Verdict
+from grader.judging.wording import of_ranks
 from grader.ranks.recording import COLLECTIVES, Event, Recording
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "is_close",
     "kept_for_backward",
     "named_cause",
+    "of_ranks",
     "parts",
     "require_refusal",
     "require_whole_numbers",

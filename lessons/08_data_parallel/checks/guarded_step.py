@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Recording, Trial, check, exercise
+from grader.checks import CheckEnded, Recording, Trial, check, exercise, of_ranks
 
 from .means import (
     require_bytes,
@@ -67,8 +67,23 @@ def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -
             told[-1].add(kind := next(kinds))
             batches[r % n][1][trial.integer(0, 3), trial.integer(0, 2)] = float(kind)
         steps.append(batches)
-    results = trial.run(guarded, seed, per_rank=[([batches[r] for batches in steps],) for r in range(n)])
+    try:
+        results = trial.run(guarded, seed, per_rank=[([batches[r] for batches in steps],) for r in range(n)])
+    except CheckEnded as end:
+        if any(broken):
+            tell_who_returned(end, n)
+        raise
     return SimpleNamespace(results=results, seed=seed, steps=steps, broken=broken, kinds=told)
+
+
+def tell_who_returned(end: CheckEnded, n: int) -> None:
+    """Where ranks wait for others that have returned from every step, this is told as the cause."""
+    gone = [r for r in range(n) if f"rank {r} had finished" in end.details]
+    rest = [r for r in range(n) if r not in gone]
+    if gone and "never did" in end.message:
+        parted = f"{of_ranks(gone)} returned while {of_ranks(rest)} went on"
+        end.cause = f"{parted}: not all ranks decide by the same number"
+        end.help = "Let all ranks of the group agree on one number before any of them returns."
 
 
 def reference_weights(
