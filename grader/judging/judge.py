@@ -33,8 +33,9 @@ Tell = Callable[[CheckReport], None]
 NOT_THE_WORLD = (
     "it is right where the group is the whole world: is a rank of the world taken for a rank in the group? "
     "Look for dist.get_rank() where group.rank() belongs, for dist.get_world_size() where group.size() does, "
-    "for src, dst or peer where group_src, group_dst or group_peer does, for a call without group=group, for "
-    "torch.distributed.nn, some of whose functions know the world alone"
+    "for src, dst or peer where group_src, group_dst or group_peer does, for a call without group=group (or, "
+    "where you are given a mesh, without mesh=mesh), for torch.distributed.nn, some of whose functions know "
+    "the world alone"
 )
 """Likely cause of what fails only in the layout that has world rank 0 outside the group, the last one."""
 
