@@ -46,7 +46,8 @@ def cut(rank: Any, batches: list[Tensor]) -> dict:
                 shares.append(rank.submission.shard_batch(batch, rank.group))
     same = all(torch.equal(a, b) for a, b in zip(before, batches, strict=True))
     copies = [s.clone() if isinstance(s, Tensor) else None for s in shares]
-    return {"shares": copies, "unchanged": same, "recording": recording}
+    kinds = sorted({type(s).__name__ for s in shares})
+    return {"shares": copies, "unchanged": same, "recording": recording, "kinds": kinds}
 
 
 def observe_even(trial: Trial) -> SimpleNamespace:
@@ -113,10 +114,13 @@ def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
     twice = sorted({row for row in found if found.count(row) > 1})
     trial.require(not twice, f"rows {twice} are in more than one share. {told}", help="Shares are disjoint.")
     missing = sorted(set(range(b)) - set(found))
+    rest = list(range(b - b % n, b))
     trial.require(
         not missing,
         f"rows {missing} are on no rank: they were dropped. {told}",
-        help="Give the first b % n ranks one row more, as torch.tensor_split does.",
+        help="Give the first b % n ranks one row more, as torch.tensor_split does."
+        if missing == rest
+        else "Cut the whole batch into as many pieces as the group has ranks: rank r gets piece r.",
     )
     lengths = [len(share) for share in shares]
     trial.require(
@@ -132,8 +136,10 @@ def require_rows(trial: Trial, seen: SimpleNamespace) -> None:
         for share, size in zip(result["shares"], seen.sizes, strict=False):
             trial.require(
                 share is not None,
-                "shard_batch did not return a tensor",
-                help="Is the `return` missing?",
+                f"shard_batch did not return a tensor, but {', '.join(result['kinds'])}",
+                help="Is the `return` missing?"
+                if result["kinds"] == ["NoneType"]
+                else "Return this rank's rows alone, as a tensor.",
                 rank=r,
             )
             trial.require(
