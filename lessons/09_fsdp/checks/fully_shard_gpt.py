@@ -118,7 +118,8 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         recording.mark("after")
     shards = {name: local(p).numel() for name, p in sharded.named_parameters()}
     units = [number for number, block in enumerate(sharded.transformer.h) if isinstance(block, FSDPModule)]
-    return {"recording": recording, "shards": shards, "units": units}
+    whole = len(units) == len(sharded.transformer.h) and isinstance(sharded, FSDPModule)
+    return {"recording": recording, "shards": shards, "units": units, "all are units": whole}
 
 
 def observe_units(trial: Trial) -> SimpleNamespace:
@@ -194,7 +195,10 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
         trial.require(
             gathered >= 0.97 * blocks,
             f"backward gathers {gathered:,} bytes, and all blocks are {blocks:,}",
-            help="By default fully_shard frees every unit after forward but the outermost, which stays "
+            help="Leave reshard_after_forward out: by default fully_shard frees every unit after forward but "
+            "the outermost."
+            if result["all are units"]
+            else "By default fully_shard frees every unit after forward but the outermost, which stays "
             "gathered: call it on the blocks, and then on the model as well.",
             rank=r,
             cause="the weights stay from forward to backward, as in ZeRO-2"
