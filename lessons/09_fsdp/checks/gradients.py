@@ -318,7 +318,7 @@ def require_leaving(trial: Trial, training: bool) -> None:
             f"are {SIZE:,}",
             help="Wait for a reduction before you start the one after next, and let go of its input.",
             rank=r,
-            cause="gradients stay until finish_gradient_synchronization()",
+            cause="gradients stay until finish_gradient_synchronization()" if held >= SIZE else "",
         )
 
 
