@@ -381,11 +381,17 @@ def two_p_elements_travel(trial: Trial) -> None:
 def gradients_are_not_all_reduced(trial: Trial) -> None:
     """No rank gets the means of gradients that others need: they are reduced to their owners."""
     for r, result in enumerate(trial.once(observe_memory).results):
-        moved = result["recording"].bytes("all_reduce")
+        recording, size = result["recording"], bytes_of(build(Chain, 0))
+        moved = recording.bytes("all_reduce")
+        reduced = sum(recording.bytes(kind) for kind in ("reduce_scatter", "reduce", "all_to_all"))
         trial.require(
-            moved <= bytes_of(build(Chain, 0)) // 4,
+            moved <= size // 4,
             f"{moved:,} bytes were all-reduced",
-            help="Reduce each share to its owner alone: dist.reduce_scatter, or dist.reduce to one rank.",
+            help="Reduce each share to its owner alone: dist.reduce_scatter, or dist.reduce to one rank."
+            if reduced < size
+            else "New weights are no sum: an all-gather, or broadcasts, send half of what all-reduces do.",
             rank=r,
-            cause="this is plain data parallelism's all-reduce, after which every rank has every mean",
+            cause="this is plain data parallelism's all-reduce, after which every rank has every mean"
+            if reduced < size
+            else "gradients are reduced to their owners already: is it new weights that are all-reduced?",
         )
