@@ -179,7 +179,9 @@ def two_groups_talk(trial: Trial) -> None:
                 f"it calls {event.describe()} in the group of ranks {', '.join(map(str, event.group))} "
                 f"({told(each.machines)})",
                 cause=OF_ANOTHER_MESH if kept else "",
-                help=BOTH_GROUPS + of_all * " A call without group= is in the group of all.",
+                help="Hook on to this model alone, and take both groups from the mesh that came with it."
+                if kept
+                else BOTH_GROUPS + of_all * " A call without group= is in the group of all.",
                 rank=r,
             )
         for r in before:
