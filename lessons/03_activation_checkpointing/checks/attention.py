@@ -12,6 +12,8 @@ from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, Dropout, GPTConfig, PlainAttention
 
 from .models import (
+    NEXT_NUMBERS,
+    REMEMBERED,
     STATE_BYTES,
     build,
     close_by_name,
@@ -20,8 +22,8 @@ from .models import (
     give_generators,
     gpt,
     gradients,
+    never_replayed,
     next_numbers,
-    unaware,
 )
 
 exercise(
@@ -295,8 +297,17 @@ def scores_do_not_stay_alive(trial: Trial) -> None:
         )
 
 
+LAST_CORES = (
+    "every core but the last drew its generator's next numbers, as where each of them is computed again with "
+    "the last one's generators: a function made in a loop looks its variables up when it is called"
+)
+
+
 def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> dict:
-    """Two passes, then backward of both; all cores but the first get their generators after the change."""
+    """A step, then two passes and backward of both, before which all cores get other generators.
+
+    For the first step, all cores but the first get theirs after the change.
+    """
     model = build(lambda: make("plain", GPTConfig(**sizes)), seed, rank.device)
     before, cores = dict(model.named_parameters()), [block.attn.core for block in model.transformer.h]
     for core in cores:
@@ -306,9 +317,14 @@ def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> 
     if how == "mine":
         model = rank.submission.recompute_attention(model)
     elif how == "unaware":
-        for core in cores:
-            core.forward = partial(unaware, core.forward)
+        never_replayed(cores)
+    elif how == "last alone":
+        never_replayed(cores[:-1])
     give_generators(others, seed + 1, rank.device)
+    model(idx)[0].square().mean().backward()
+    if how == "remembered":
+        never_replayed(cores)
+    give_generators(dropouts, seed + len(cores), rank.device)
     one, two = model(idx)[0], model(idx.flip(1))[0]
     (one.square().mean() + two.sin().mean()).backward()
     return {"gradients": gradients(before), "drawn": [next_numbers(each.generator) for each in dropouts]}
@@ -321,9 +337,14 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
         block_size=16, vocab_size=20, n_layer=3, n_head=2, n_embd=2 * trial.integer(8, 12), dropout=0.3
     )
     inputs, seeds = (asdict(config), trial.seed(), trial.tokens(20, 2, 16)), [trial.seed()]
-    mine, plain = (trial.run(own_generators, how, *inputs, seeds=seeds)[0] for how in ("mine", "plain"))
-    other = lambda: trial.run(own_generators, "unaware", *inputs, seeds=seeds)[0]["gradients"]  # noqa: E731
-    close_with_generators(trial, mine, plain, other)
+
+    def run(how: str) -> dict:
+        return trial.run(own_generators, how, *inputs, seeds=seeds)[0]
+
+    slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
+    slips[REMEMBERED] = lambda: run("remembered")["gradients"]
+    slips[LAST_CORES] = lambda: run("last alone")["gradients"]
+    close_with_generators(trial, run("mine"), run("plain"), slips)
 
 
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> int:

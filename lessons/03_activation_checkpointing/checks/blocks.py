@@ -12,6 +12,8 @@ from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
 from .models import (
+    NEXT_NUMBERS,
+    REMEMBERED,
     STATE_BYTES,
     Log,
     build,
@@ -20,8 +22,8 @@ from .models import (
     forgetful,
     give_generators,
     gradients,
+    never_replayed,
     next_numbers,
-    unaware,
 )
 
 NUM_BLOCKS = 5
@@ -332,17 +334,23 @@ def inputs_of_groups_alone_stay_alive(trial: Trial) -> None:
 
 
 def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx: Tensor) -> dict:
-    """Two passes, then backward of both; half of the dropouts get their generators after the change."""
+    """A step, then two passes and backward of both, before which all dropouts get other generators.
+
+    For the first step, half of them get theirs after the change.
+    """
     model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
     before, blocks = dict(model.named_parameters()), list(model.transformer.h)
     soon, late = [block.mlp.dropout for block in blocks], [block.attn.resid_dropout for block in blocks]
-    generators = give_generators(soon, seed, rank.device)
+    give_generators(soon, seed, rank.device)
     if how == "mine":
         model = rank.submission.checkpoint_blocks(model, every)
     elif how == "unaware":
-        for block in blocks:
-            block.forward = partial(unaware, block.forward)
-    generators += give_generators(late, seed + len(soon), rank.device)
+        never_replayed(blocks)
+    give_generators(late, seed + len(soon), rank.device)
+    model(idx)[0].square().mean().backward()
+    if how == "remembered":
+        never_replayed(blocks)
+    generators = give_generators(soon + late, seed + 2 * len(soon), rank.device)
     first, second = model(idx)[0], model(idx.flip(1))[0]
     (first.square().mean() + second.sin().mean()).backward()
     return {"gradients": gradients(before), "drawn": [next_numbers(each) for each in generators]}
@@ -360,8 +368,10 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
         return trial.run(own_generators, how, every, *inputs, seeds=seeds)[0]
 
     plain = run("plain")
+    slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
+    slips[REMEMBERED] = lambda: run("remembered")["gradients"]
     for every in (1, 2):
-        close_with_generators(trial, run("mine", every), plain, lambda: run("unaware")["gradients"])
+        close_with_generators(trial, run("mine", every), plain, slips)
 
 
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> list[int]:

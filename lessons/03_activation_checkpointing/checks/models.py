@@ -197,8 +197,26 @@ def unaware(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return torch_checkpoint(function, *inputs, use_reentrant=False)
 
 
-def close_with_generators(trial: Trial, mine: dict, plain: dict, other: Callable[[], dict]) -> None:
-    """Require what two passes of a model give whose dropouts have generators of their own."""
+def never_replayed(modules: list[nn.Module]) -> None:
+    """Have each of them computed again by `unaware`."""
+    for module in modules:
+        module.forward = partial(unaware, module.forward)
+
+
+NEXT_NUMBERS = "the second run drew those generators' next numbers"
+REMEMBERED = (
+    "the generators of the first forward are remembered: those that the dropouts got after it drew their "
+    "next numbers in the second run"
+)
+
+
+def close_with_generators(
+    trial: Trial, mine: dict, plain: dict, slips: dict[str, Callable[[], dict]]
+) -> None:
+    """Require what passes of a model give whose dropouts have generators of their own.
+
+    `slips` compute the gradients of known mistakes, as for `close_by_name`.
+    """
     help = (
         "Look for a `generator` among the modules that are computed again, each time that they are: it may "
         "be given to a Dropout later. `checkpoint` takes them as generators=..."
@@ -213,7 +231,7 @@ def close_with_generators(trial: Trial, mine: dict, plain: dict, other: Callable
         {name: f"the gradient of {name}, where dropouts have generators of their own," for name in expected},
         mine["gradients"],
         expected,
-        {"the second run drew those generators' next numbers": other},
+        slips,
         help,
     )
     for number, (drawn, right) in enumerate(zip(mine["drawn"], plain["drawn"], strict=True)):
