@@ -231,6 +231,13 @@ def observe_part(trial: Trial) -> SimpleNamespace:
     return observe(trial, draw(trial, 4, 2, sharpness=0.3, left=True, part=True))
 
 
+def observe_many_steps(trial: Trial) -> SimpleNamespace:
+    """Steps so much alike that, were their gradients to pile up, those that are not held would be clipped."""
+    case = draw(trial, 2, 2, sharpness=0.3, left=True, part=True)
+    case.batches *= 8
+    return observe(trial, case)
+
+
 def observe_short(trial: Trial) -> SimpleNamespace:
     """Fewer micro-batches than a step takes; the middle one counts nothing."""
     return observe(trial, draw(trial, 3, 5, sharpness=0.3, empty=1))
@@ -310,7 +317,8 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
 def the_optimizer_may_hold_a_part(trial: Trial) -> None:
     """Where the optimizer holds some of the parameters only, old gradients of the others do not count."""
     help = "optimizer.zero_grad() clears what it holds, and model.zero_grad() all that the norm counts."
-    require_gradients(trial, trial.once(observe_part), help)
+    for seen in (trial.once(observe_part), trial.once(observe_many_steps)):
+        require_gradients(trial, seen, help)
 
 
 @check("train_epoch")

@@ -60,6 +60,8 @@ class Slip:
     zero: bool = True
     zero_held: bool = False
     """What the optimizer does not hold keeps its gradients, and the norm counts them."""
+    zero_once: bool = False
+    """The same after an epoch's first step: before it, all gradients are cleared."""
     by_value: bool = False
     early: bool = False
     """The scheduler comes before the optimizer."""
@@ -161,8 +163,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
     seen = SimpleNamespace(gradients=[], losses=[], rates=[], weights=None)
     for _ in range(num_epochs):
         seen.losses.append([])
-        for group in groups(case):
-            if slip.zero_held:
+        for i, group in enumerate(groups(case)):
+            if slip.zero_held or (slip.zero_once and i):
                 optimizer.zero_grad()
             elif slip.zero:
                 model.zero_grad()
@@ -215,6 +217,8 @@ SLIPS = {
     ),
     "what stood in .grad of parameters that the optimizer does not hold is still there, and the norm counts "
     "it": Slip(zero_held=True),
+    "gradients of parameters that the optimizer does not hold pile up from step to step, and the norm counts "
+    "them: optimizer.zero_grad() leaves them": Slip(zero_once=True),
     "a group ends at a micro-batch without counted targets: what comes after it is not run": Slip(stops=True),
     "0 times NaN: the mean of a micro-batch without counted targets is 0/0": Slip(zero_times_nan=True),
     "clipped before it is divided: the norm of a sum of losses is larger than that of their mean": Slip(
