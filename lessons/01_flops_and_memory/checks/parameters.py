@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from grader.checks import Answers, Trial, check, exercise, require_whole_numbers
+from grader.checks import Answers, Trial, check, exercise, require_whole_numbers, whole
 from nanogpt.model import GPTConfig
 
 from .models import PARTS, Where, draw, draw_family, measured, parameters, total_help
@@ -25,6 +25,24 @@ def count(trial: Trial) -> Answers:
     configs = [*draw_family(trial), *(draw(trial, bias=bias) for bias in (False, True)), gpt2]
     configs += [replace(config, bias=not config.bias) for config in configs[-3:]]
     return Answers(trial, "count_parameters", [(config,) for config in configs], parameters)
+
+
+MOVED = (
+    "the mlp's c_proj, h by 4h, is counted here: attention's has the same name. What attention has too many, "
+    "mlp has too few"
+)
+
+
+def moved(config: GPTConfig) -> int:
+    """The parameters of the mlps' c_proj: from 4h to h in every block."""
+    return config.n_layer * config.n_embd * (4 * config.n_embd + config.bias)
+
+
+def is_moved(answers: Answers, where: Where) -> bool:
+    """Whether the mlps' c_proj is missing in `mlp` and stands in `attention`, for all calls."""
+    attention, mlp = (answers.select(part, where, 0.0) for part in ("attention", "mlp"))
+    too_many = all(whole(each.given) == each.true + moved(*each.call) for each in attention)
+    return too_many and all(whole(each.given) == each.true - moved(*each.call) for each in mlp)
 
 
 def parameter_slips(part: str, c: GPTConfig) -> dict[str, float]:
@@ -76,6 +94,8 @@ def biases_count_with_their_layer(trial: Trial) -> None:
 def compare_parts(trial: Trial, where: Where, help: str) -> None:
     for part in ("embedding", "attention", "mlp", "norm"):
         slips = partial(parameter_slips, part)
+        if part == "attention" and is_moved(trial.once(count), where):
+            slips = lambda config: {MOVED: parameters(config)["attention"] + moved(config)}  # noqa: E731
         measured(trial, trial.once(count), part, slips=slips, help=help, where=where)
 
 
