@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .cases import Case, ask, draw, dtypes, fits_any, layouts, require_tensors, require_untouched
 from .ring_rules import other_rules
@@ -43,6 +43,13 @@ def observe_slow(trial: Trial) -> SimpleNamespace:
     return ask(trial, "ring_all_gather", [draw(trial, 20_000)], delays=True)
 
 
+TWO_BUFFERS = (
+    "the place that was filled in step s shows what came in step s + 2, or later: two buffers are received "
+    "into by turns, and the result still refers to them"
+)
+COPY_WHAT_CAME = "Copy what came to its place, or receive into new memory in each step."
+
+
 def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
     """What known slips would have gathered, or a ring with another rule."""
     n = len(case.values)
@@ -50,11 +57,22 @@ def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
     def joined(order: list[int]) -> Tensor:
         return torch.cat([case.values[i % n] for i in order])
 
+    def two_buffers(own: bool) -> Fault:
+        """What came in step t is gone after step t + 2, and so is the `own` shard, as if it came in step 0."""
+
+        def seen(t: int) -> int:
+            return t if t == 0 and not own else n - 1 - (n - 1 - t) % 2
+
+        steps = [[seen(way * (r - s) % n) for s in range(n)] for r in range(n)]
+        return Fault([joined([r - way * t for t in steps[r]]) for r in range(n)], COPY_WHAT_CAME)
+
     known = {
         "this rank's own shard, n times": [joined([r] * n) for r in range(n)],
         "every other place holds the shard that came last: one buffer for all rounds stands in all of them": [
             joined([r + way if s != r else r for s in range(n)]) for r in range(n)
         ],
+        TWO_BUFFERS: two_buffers(own=False),
+        f"{TWO_BUFFERS}. Rank r's own shard lay in one of them": two_buffers(own=True),
         "every other place holds the neighbour's shard: in each step a rank sends its own shard again, "
         "not the one that has just come": [
             joined([r - way if s != r else r for s in range(n)]) for r in range(n)

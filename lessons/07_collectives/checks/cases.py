@@ -229,9 +229,10 @@ def require_in_place(
     )
 
 
-def fits_any(actual: Sequence[Tensor], known: dict[str, list[Tensor] | Tensor]) -> bool:
+def fits_any(actual: Sequence[Tensor], known: dict[str, list[Tensor] | Tensor | Fault]) -> bool:
     """Whether one of these slips gives every rank's tensor."""
-    every = ([value] * len(actual) if isinstance(value, Tensor) else value for value in known.values())
+    plain = (value.values if isinstance(value, Fault) else value for value in known.values())
+    every = ([value] * len(actual) if isinstance(value, Tensor) else value for value in plain)
     return any(all(is_close(a, v) for a, v in zip(actual, values, strict=True)) for values in every)
 
 
