@@ -58,7 +58,7 @@ def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
         return torch.cat([case.values[i % n] for i in order])
 
     def two_buffers(own: bool) -> Fault:
-        """What came in step t is gone after step t + 2, and so is the `own` shard, as if it came in step 0."""
+        """What came in step t is gone after step t + 2; the `own` shard, as if it came in step 0."""
 
         def seen(t: int) -> int:
             return t if t == 0 and not own else n - 1 - (n - 1 - t) % 2

@@ -54,11 +54,31 @@ def observe_slow(trial: Trial) -> SimpleNamespace:
     return ask(trial, "broadcast", cases, delays=True)
 
 
+def never_told(trial: Trial, seen: SimpleNamespace, i: int) -> tuple[str, str]:
+    """The cause and the next step, where no message goes to those that are wrong, and they are as before."""
+    n, case = trial.num_ranks, seen.cases[i]
+    answers = [answer["tensor"] for answer in seen.answers[i]]
+    left = [r for r in range(n) if not is_close(answers[r], case.values[case.source], rtol=0.0)]
+    told = {event.peer for recording in seen.recordings for event in sends(recording, i)}
+    as_before = all(is_close(answers[r], case.values[r], rtol=0.0) for r in left)
+    if not left or not as_before or told & {None, *left}:
+        return "", ""
+    rounds = n.bit_length() - 1
+    some = f"no message goes to rank {' or '.join(map(str, left))}"
+    if {(r - case.source) % n for r in left} != set(range(2**rounds, n)):
+        return some, "Who has the tensor sends it to one that has not, until nobody is left without it."
+    return (
+        f"the last round is missing: {some}. After {rounds} round{'s' * (rounds > 1)} 2^{rounds} = {2**rounds} "
+        f"ranks have it, and {n} ranks take ceil(log2 {n}) = {rounds + 1}",
+        "Go on while a rank is left: ceil(log2 n) rounds, where log2 n is rounded up.",
+    )
+
+
 def require_the_sources(
     trial: Trial, seen: SimpleNamespace, help: str, of: torch.dtype | None = None
 ) -> None:
     """Every rank's tensor holds what the source's did."""
-    for case, answers in zip(seen.cases, seen.answers, strict=True):
+    for i, (case, answers) in enumerate(zip(seen.cases, seen.answers, strict=True)):
         if of not in (None, case.values[0].dtype):
             continue
         expected = case.values[case.source]
@@ -77,14 +97,19 @@ def require_the_sources(
                 expected.float().to(expected.dtype)
             ),
         }
-        trial.close(
-            f"the tensor ({case}) after the call",
-            [answer["tensor"] for answer in answers],
-            expected,
-            alternatives=alternatives,
-            rtol=0.0,
-            help=help,
-        )
+        try:
+            trial.close(
+                f"the tensor ({case}) after the call",
+                [answer["tensor"] for answer in answers],
+                expected,
+                alternatives=alternatives,
+                rtol=0.0,
+                help=help,
+            )
+        except CheckEnded as end:
+            cause, step = never_told(trial, seen, i)
+            end.cause, end.help = cause or end.cause, step or end.help
+            raise
         require_in_place(trial, case, answers, expected, rtol=0.0)
 
 
@@ -125,17 +150,7 @@ def every_rank_has_the_sources_tensor(trial: Trial) -> None:
 def a_last_round_may_reach_one_rank(trial: Trial) -> None:
     """Five ranks take three rounds: in the last one, one rank alone is left."""
     seen = trial.once(observe_source_0)
-    try:
-        require_the_sources(trial, seen, "There are ceil(log2 n) rounds: go on while one is left.")
-    except CheckEnded as end:
-        (case,), (answers,) = seen.cases, seen.answers
-        source, last = case.values[0], trial.num_ranks - 1
-        held = [*[source] * last, case.values[last]]
-        if all(is_close(a["tensor"], value, rtol=0.0) for a, value in zip(answers, held, strict=True)):
-            end.cause = (
-                "the last round is missing: five ranks take ceil(log2 5) = 3, and log2 5 = 2.32 rounds to 2"
-            )
-        raise
+    require_the_sources(trial, seen, "There are ceil(log2 n) rounds: go on while one is left.")
 
 
 @check("broadcast", world_sizes=FEW, subgroup=False)
