@@ -68,8 +68,8 @@ def never_told(trial: Trial, seen: SimpleNamespace, i: int) -> tuple[str, str]:
     if {(r - case.source) % n for r in left} != set(range(2**rounds, n)):
         return some, "Who has the tensor sends it to one that has not, until nobody is left without it."
     return (
-        f"the last round is missing: {some}. After {rounds} round{'s' * (rounds > 1)} 2^{rounds} = {2**rounds} "
-        f"ranks have it, and {n} ranks take ceil(log2 {n}) = {rounds + 1}",
+        f"the last round is missing: {some}. After {rounds} round{'s' * (rounds > 1)} 2^{rounds} = "
+        f"{2**rounds} ranks have it, and {n} ranks take ceil(log2 {n}) = {rounds + 1}",
         "Go on while a rank is left: ceil(log2 n) rounds, where log2 n is rounded up.",
     )
 
