@@ -1,8 +1,9 @@
 """What `all_to_all` is asked to exchange, and what each rank made of it."""
 
+import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +28,12 @@ class Exchange:
     layout: str = PLAIN
     in_a_tuple: bool = False
     about: str = "parts of one shape"
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether one rank has something for another that has nothing for it."""
+        n, rows = len(self.rows), self.rows
+        return any(rows[s][r].numel() and not rows[r][s].numel() for s in range(n) for r in range(n))
 
     @property
     def values(self) -> list[Tensor]:
@@ -111,7 +118,7 @@ class Counted(list):
 NOT_THERE = "there is no tensors"
 
 
-@contextmanager
+@contextlib.contextmanager
 def told_of_kinds(given: Sequence[Tensor]) -> Iterator[None]:
     """A call that crashes inside is told what is special in what it was given."""
     try:
@@ -192,6 +199,10 @@ def ask(trial: Trial, cases: list[Exchange], delays: bool = False) -> SimpleName
     except CheckEnded as end:
         if end.verdict == Verdict.CRASHED and "raised IndexError" in end.message:
             tell_index(trial.num_ranks, partial(run, True))
+        tell_own_size(end, cases)
+        if end.verdict == Verdict.HUNG:
+            others = [case for case in cases if not case.one_sided]
+            tell_own_emptiness(end, cases, lambda: ask(trial, others))
         raise
     answers = list(zip(*(result["answers"] for result in results), strict=True))
     return SimpleNamespace(
@@ -217,6 +228,44 @@ def tell_index(n: int, run_counted: Callable[[], Any]) -> None:
             )
             end.help = ROUND_K
         raise
+
+
+def tell_own_size(end: CheckEnded, cases: Sequence[Exchange]) -> None:
+    """Does a rank make room, without `shapes`, for tensors like its own entry?"""
+    found = re.search(
+        r"rank (\d+) called send of (\d+) .*, and rank (\d+) called recv of (\d+) ", end.message, re.DOTALL
+    )
+    if not found or cases[0].told:
+        return
+    source, sent, rank, room = map(int, found.groups())
+    coming, own = (cases[0].rows[r][rank].numel() for r in (source, rank))
+    if (coming, own) == (sent, room) and coming != own:
+        end.cause = (
+            f"rank {rank} makes room for {own} elements, as many as tensors[{rank}] has, its own entry. "
+            f"Without `shapes`, what comes from rank {source} has the shape of tensors[{source}]"
+        )
+        end.help = "Where there are no `shapes`, receive into a tensor of the shape of tensors[source]."
+
+
+def tell_own_emptiness(end: CheckEnded, cases: Sequence[Exchange], run_others: Callable[[], Any]) -> None:
+    """Does a rank receive nothing where it has nothing to send? Then all is well where both have some."""
+    found = re.search(
+        r"rank (\d+) called send of (\d+) .*, and rank (\d+) never received it", end.message, re.DOTALL
+    )
+    if not found:
+        return
+    source, sent, rank = map(int, found.groups())
+    if not any(c.rows[source][rank].numel() == sent and not c.rows[rank][source].numel() for c in cases):
+        return
+    with contextlib.suppress(CheckEnded):
+        run_others()
+        end.cause = (
+            f"rank {rank} starts no receive for what shapes[{source}] says is not empty: its own "
+            f"tensors[{source}] is. Where both are empty, or neither, all goes well"
+        )
+        end.help = (
+            "shapes[s] says whether something comes from rank s, and tensors[s] whether something goes."
+        )
 
 
 def is_power_of_two(n: int) -> bool:
