@@ -1,6 +1,7 @@
 """Checks of `best_segment_length`: the length of a group for which the fewest bytes are alive at once."""
 
 import math
+from functools import partial
 
 from grader.checks import Answers, Trial, check, compare_answers, exercise
 
@@ -62,6 +63,7 @@ def first_of(num_blocks: int, candidates: object, key: object) -> int:
 def slips(n: int, block: int, boundary: int) -> dict[str, float]:
     every = range(1, n + 1)
     root = math.sqrt(n * boundary / block) if block else n
+    bytes_of = partial(most_bytes, n, block, boundary)
     return {
         "the last groups are forgotten: n/k is rounded down where it does not divide": first_of(
             n, every, lambda k: n // k * boundary + k * block
@@ -70,7 +72,7 @@ def slips(n: int, block: int, boundary: int) -> dict[str, float]:
             n, every, lambda k: n / k * boundary + k * block
         ),
         "only lengths that divide num_blocks were tried": first_of(
-            n, [k for k in every if n % k == 0], lambda k: most_bytes(n, block, boundary, k)
+            n, [k for k in every if n % k == 0], bytes_of
         ),
         "this is the number of groups, or block and boundary have changed places": first_of(
             n, every, lambda k: -(-n // k) * block + k * boundary
@@ -80,6 +82,10 @@ def slips(n: int, block: int, boundary: int) -> dict[str, float]:
         ),
         "the best real number, rounded: the bytes are a staircase, so try the whole numbers": min(
             max(round(root), 1), n
+        ),
+        "the better of the two whole numbers beside a square root: that is where L/k is right, and with "
+        "ceil(L/k) the bytes are a staircase, whose lowest step may lie further off": first_of(
+            n, {max(1, min(k, n)) for k in (int(root), int(root) + 1)}, lambda k: (bytes_of(k), k)
         ),
     }
 
