@@ -223,6 +223,12 @@ def with_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
         ),
         (
             "scores",
+            "the core's three matrices are of (b, a, s, s): here they are of s by config.block_size, and a "
+            "sequence may be shorter, which has as many keys as queries",
+            3 * (scores // s * c.block_size - scores),
+        ),
+        (
+            "scores",
             f"{plain}. Here it has the fused one's log-sum-exp",
             fused,
         ),

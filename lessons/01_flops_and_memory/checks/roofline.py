@@ -71,6 +71,11 @@ def roofline_slips(m: int, k: int, n: int, size: int, peak: float, bandwidth: fl
         "bytes_per_number is an argument: it is not always 2": of(every, 2),
         "bytes_per_number is an argument: it is not always 4": of(every, 4),
         "the product is read as well: it is written once, and that is all": of(every + m * n),
+        "what is read and what is written share bytes_per_second: their bytes add up, and here they go side "
+        "by side": of(max(m * k + k * n, m * n)),
+        "the three matrices share bytes_per_second: their bytes add up, and here they go side by side": of(
+            max(m * k, k * n, m * n)
+        ),
         "right for three matrices of one size alone: each has its own": of(3 * m * k),
         "FLOPs a byte are rounded down to a whole number: divide with / where // stands": min(
             peak, flops // (every * size) * bandwidth
