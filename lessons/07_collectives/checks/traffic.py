@@ -103,28 +103,29 @@ def require_ring_bytes(trial: Trial, seen: SimpleNamespace, rounds: int, gathere
         for r, recording in enumerate(seen.recordings):
             messages = sends(recording, i)
             sent = sum(event.num_bytes for event in messages)
+            cause, step = _why(sent, most, whole, messages, size, case)
             trial.require(
                 least <= sent <= most + SMALL * n,
                 f"given {case} it sends {sent:,} bytes in {len(messages)} messages, where a ring sends "
                 f"{times}(n-1)/n of S = {whole:,} bytes, which is {most:,}",
-                cause=_why(sent, most, whole, messages, size, case),
-                help="Each step sends one chunk, an n-th of the whole, to one neighbour.",
+                cause=cause,
+                help=step or "Each step sends one chunk, an n-th of the whole, to one neighbour.",
                 rank=r,
             )
 
 
-def _why(sent: int, most: int, whole: int, messages: list[Event], size: int, case: object) -> str:
+def _why(sent: int, most: int, whole: int, messages: list[Event], size: int, case: object) -> tuple[str, str]:
+    """The cause, and the next step where it is another than for all."""
     large = [event for event in messages if event.num_bytes > SMALL]
     if not sent:
-        return "it sends nothing: others do its work?"
+        return "it sends nothing: others do its work?", ""
     wider = [event for event in large if event.dtype and _width(event) > size]
     if wider:
-        return f"what travels is {wider[0].dtype}, and the tensor is {case}"
+        own = "Send and receive in the tensor's own dtype."
+        return f"what travels is {wider[0].dtype}, and the tensor is {case}", own
     if large and all(event.num_bytes >= whole for event in large):
-        return f"it passes whole tensors round, {len(large)} of them, not chunks"
-    if sent < most:
-        return "some rank must send more than its part for that"
-    return ""
+        return f"it passes whole tensors round, {len(large)} of them, not chunks", ""
+    return "some rank must send more than its part for that" if sent < most else "", ""
 
 
 def _width(event: Event) -> int:
