@@ -121,13 +121,15 @@ def step(
             again = [g.clone() for g in torch.autograd.grad(loss * scale, (x, weight))]
         except Exception:  # who keeps gradients, or writes into what is kept, may refuse the second time
             again = None
-    unchanged = all(torch.equal(a.detach(), b) for a, b in zip((x, weight, targets), given, strict=True))
+    after = {"x": x, "weight": weight, "targets": targets}
+    pairs = zip(after, after.values(), given, strict=True)
+    changed = [name for name, now, before in pairs if not torch.equal(now.detach(), before)]
     return {
         "loss": loss.detach().clone(),
         "gradients": gradients,
         "again": again,
         "recording": recording,
-        "unchanged": unchanged,
+        "changed": changed,
     }
 
 
@@ -176,7 +178,12 @@ def ended(
         ),
         help="Add up the losses of all chunks, and divide by how many targets count in all of them.",
     )
-    trial.require(mine["unchanged"], "its arguments are changed", help="Cut them into views, and only read.")
+    trial.require(
+        not mine["changed"],
+        f"after forward and backward {' and '.join(mine['changed'])} have other numbers: the arguments are "
+        "the caller's",
+        help="A slice is a view: only read it. Methods that end in _ write in place, into the whole.",
+    )
     for number, name in enumerate(("x", "weight")):
         if not needs[number]:
             continue

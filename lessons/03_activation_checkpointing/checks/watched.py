@@ -156,10 +156,18 @@ def every_block_learns_from_its_own_input(trial: Trial) -> None:
     )
 
 
+SECOND_FORWARD = (
+    "a second forward, before any backward, has not moved it, as where a flag on the block takes every other "
+    "call for backward's: such state outlives the call"
+)
+OUTSIDE = "What happens once a forward belongs outside of what is checkpointed: it needs no flag there."
+
+
 @check("watched_forward")
 def a_forward_moves_the_mean_once(trial: Trial) -> None:
     """A forward, with gradients or without, moves each running mean once, a tenth of the way."""
     seen = trial.once(observe)
+    one_alone = seen.plain["sizes"] | {"after two forwards": seen.plain["sizes"]["after a forward"]}
     for when in ("after a forward", "after two forwards"):
         close_by_name(
             trial,
@@ -174,8 +182,10 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
                 "that is the mean of the inputs with their signs, not of |input|": partial(
                     seen.other, "with signs"
                 ),
+                SECOND_FORWARD: lambda: one_alone,
             },
             "sizes[i] moves a tenth of the way to the mean of |input of block i|.",
+            {SECOND_FORWARD: OUTSIDE},
         )
     if not torch.equal(seen.mine["sizes"]["after backward"], seen.mine["sizes"]["after two forwards"]):
         return  # told by the next check
