@@ -162,7 +162,8 @@ def _to_itself(num_ranks: int) -> tuple[str, str]:
     if num_ranks == 1:
         return (
             "a message is sent where there is one rank alone: it goes to the rank itself",
-            "What a ring does n - 1 times, one rank does not do at all.",
+            "What a ring does n - 1 times, one rank does not do at all. Are there n hops, where n - 1 bring "
+            "every block round?",
         )
     return "", (
         "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "

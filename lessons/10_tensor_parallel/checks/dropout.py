@@ -98,7 +98,11 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
 def mask_is_random(trial: Trial) -> None:
     """The mask changes from call to call, and from one dropout to the next."""
     first, later, other, _ = trial.once(observe_dropout).results[0]["masks"]
-    trial.require(not torch.equal(first, later), "two calls of one dropout dropped the same elements")
+    trial.require(
+        not torch.equal(first, later),
+        "two calls of one dropout dropped the same elements",
+        help="Seed a generator once, when the dropout is shared: seeded at each call it begins anew.",
+    )
     trial.require(
         not torch.equal(first, other),
         "two dropouts have the same stream of masks: every layer would drop the same elements",

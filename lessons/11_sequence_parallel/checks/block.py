@@ -169,7 +169,7 @@ def observe_block(trial: Trial) -> SimpleNamespace:
     base = trial.integer(1, 10**6)
     kinds = {"the ranks share a seed": [base] * n} if n in FEWER else {}
     if trial.in_full:
-        kinds["each rank has a seed"] = [base + 10 * r for r in range(n)]
+        kinds["with dropout, each rank seeded by itself"] = [base + 10 * r for r in range(n)]
         kinds[CUT_ASLEEP] = [base] * n
     dropping = [
         SimpleNamespace(name=name, block=block, weights=weights, x=x, upstream=upstream) for name in kinds

@@ -98,7 +98,7 @@ def up_learns_from_all_tokens(trial: Trial) -> None:
             / trial.num_ranks,
             "what rank 0's tokens gave, on every rank": seen.own_up[0],
         },
-        help="Every rank has all of up, and uses it for its own tokens.",
+        help="Every rank has all of up: its gradient is that of all tokens, on every rank.",
     )
 
 

@@ -106,6 +106,10 @@ def likely(config: GPTConfig, b: int, s: int, n: int, scheme: str, answer: objec
     for size, told in (
         (4 * 4 * tokens, "the norms' means and deviations are missing: two numbers a token and norm"),
         (4 * 2 * tokens, "a norm keeps a mean and a deviation for each token: one of them is missing"),
+        (
+            4 * b * s * (config.n_head // n - 1),
+            "the log-sum-exp is one number a token: it is one a token and head of this rank, a/n of them",
+        ),
         (4 * b * config.n_head * s // n, "the core's log-sum-exp is missing: a number a token and head"),
         (6 * tokens * config.n_embd, "masks are fp32 on the CPU: 4 bytes an element, not one"),
         (

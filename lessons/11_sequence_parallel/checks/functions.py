@@ -105,6 +105,8 @@ def gathered_in_rank_order(trial: Trial) -> None:
     alternatives = {
         "joined in the opposite order": torch.cat(seen.xs[::-1], 1),
         "interleaved: one token of each rank in turn": torch.stack(seen.xs, 2).flatten(1, 2),
+        "the ranks' x lie one after the other in memory, (n, b, s/n, h), and were only viewed as (b, s, h): "
+        "join them by cat along dimension 1": torch.stack(seen.xs).view(seen.outputs[0].shape),
     }
     trial.close(
         "the output",

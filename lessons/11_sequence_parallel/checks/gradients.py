@@ -19,14 +19,23 @@ ASKED = {
 """What holds for the gradient of a parameter that is cut along this dimension, or along none."""
 
 
+AN_NTH_OF_A_BIAS = (
+    "an n-th of it: the mean over the ranks where their sum belongs, or a bias that was divided by n before "
+    "it was added"
+)
+
+
 def block_gradients_are_right(
     trial: Trial,
     seen: SimpleNamespace,
     which: str,
     passes: int,
     only_replicated: bool | None = None,
+    asked: str = "",
 ) -> None:
     """Gradients of a block under `which` in the results: all, or those of replicated parameters, or the rest.
+
+    `asked` is told where one is wrong; "" tells what holds for a parameter of its kind.
 
     `seen` has `weights` and `gradients` of the dense model, and may have the functions `own_tokens` and
     `summed_twice` (see slips.py).
@@ -44,7 +53,7 @@ def block_gradients_are_right(
             [g.get(name) for g in each_rank(seen, which)],
             expected,
             alternatives=partial(slips_of, seen, which, name, expected, passes),
-            help=ASKED[dim],
+            help=asked or ASKED[dim],
         )
 
 
@@ -72,7 +81,9 @@ def slips_of(
     if own is not None:
         found |= {
             "only what this rank's own tokens gave: nothing was summed": [passes * g for g in own],
-            "the mean over the ranks, where the sum belongs: each rank saw other tokens": [
+            AN_NTH_OF_A_BIAS
+            if name.endswith("bias") and "ln" not in name
+            else "the mean over the ranks, where the sum belongs: each rank saw other tokens": [
                 g / n for g in expected
             ],
         }

@@ -65,11 +65,16 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
         "bias": gradients[2],
         "weight_twice": leaves[1].grad,
         "one frozen": with_one_frozen(rank, [x, weight, bias], upstream) if in_full else None,
-        "changed": not torch.equal(given, upstream)
-        or any(
-            leaf is not None and not torch.equal(leaf, was)
-            for leaf, was in zip(leaves, (x, weight, bias), strict=True)
-        ),
+        "changed": [
+            name
+            for name, now, was in (
+                ("x", leaves[0], x),
+                ("weight", leaves[1], weight),
+                ("bias", leaves[2], bias),
+                ("the gradient that came into backward", upstream, given),
+            )
+            if was is not None and not torch.equal(now, was)
+        ],
         "recording": recording,
     }
 
@@ -158,24 +163,35 @@ def tokens_in_another_order(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
 def weight_learns_from_all_tokens(trial: Trial) -> None:
     """The gradients of weight and bias come from all tokens, and two passes add up."""
     for seen in trial.once(observe_linear):
-        own = []
+        n, own = trial.num_ranks, []
         for rank, (x, upstream) in enumerate(zip(seen.xs, seen.upstreams, strict=True)):
-            mine = parts(upstream, 1, trial.num_ranks)[rank]
+            mine = parts(upstream, 1, n)[rank]
             own.append(mine.flatten(0, 1).double().T @ x.flatten(0, 1).double())
+        first_alone = {
+            f"only the tokens of ranks 0 to {last}: those of the others are missing from the gathered x": [
+                sum(
+                    mine.flatten(0, 1).double().T @ x.flatten(0, 1).double()
+                    for mine, x in zip(parts(u, 1, n)[: last + 1], seen.xs, strict=False)
+                )
+                for u in seen.upstreams
+            ]
+            for last in range(1, n - 1)
+        }
         trial.close(
             f"the gradient of the weight ({seen.name})",
             each_rank(seen, "weight"),
             seen.for_weight,
             alternatives={
                 "only this rank's own tokens: x was not gathered again": own,
+                **first_alone,
                 **tokens_in_another_order(seen),
                 "this rank's own tokens stand in the place of every rank's": [
-                    u.flatten(0, 1).double().T @ x.repeat(1, trial.num_ranks, 1).flatten(0, 1).double()
+                    u.flatten(0, 1).double().T @ x.repeat(1, n, 1).flatten(0, 1).double()
                     for u, x in zip(seen.upstreams, seen.xs, strict=True)
                 ],
                 "summed over the ranks, but each rank has rows of its own": sum(seen.for_weight),
             },
-            help="gradient^T @ X, with the X of all tokens: gather x once more.",
+            help="gradient^T @ X, with the X of all tokens, gathered once more.",
         )
         trial.close(
             f"the gradient of the weight after two passes ({seen.name})",
@@ -244,7 +260,12 @@ def linear_leaves_its_inputs_alone(trial: Trial) -> None:
     """Neither x, weight and bias nor the incoming gradient are changed."""
     for seen in trial.once(observe_linear):
         for rank, changed in enumerate(each_rank(seen, "changed")):
-            trial.require(not changed, f"one of the inputs was changed in place ({seen.name})", rank=rank)
+            trial.require(
+                not changed,
+                f"changed in place: {', '.join(changed)} ({seen.name})",
+                help="Collectives, and operations such as add_, write into what they are given: give a copy.",
+                rank=rank,
+            )
 
 
 @check("gathered_linear")

@@ -58,7 +58,11 @@ def gradients_are_right_with_dropout(trial: Trial) -> None:
             "their own.",
         )
         seen.gradients = {name: p.grad for name, p in dense.named_parameters()}
-        block_gradients_are_right(trial, seen, "gradients", 1)
+        asked = (
+            "Does each rank drop its own tokens alone, once they are cut? What all ranks drop of the same "
+            "tokens must be the same elements. If gradients without dropout are right, it is not their sum."
+        )
+        block_gradients_are_right(trial, seen, "gradients", 1, asked=asked)
         for prefix in attentions(seen.config):
             attention_gradients_are_right(trial, seen, "gradients", prefix)
         table_gradients_are_right(trial, seen, "gradients", 1)

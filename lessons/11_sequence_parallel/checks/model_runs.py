@@ -103,7 +103,7 @@ def observe_model(trial: Trial) -> SimpleNamespace:
     weights = drawn_weights(trial, config)
     idx, targets = (trial.tokens(WORDS, 2, 24) for _ in range(2))
     base = trial.integer(1, 10**6)
-    kinds = {"each rank has a seed": [base + 10 * r for r in range(n)]} if few else {}
+    kinds = {"with dropout, each rank seeded by itself": [base + 10 * r for r in range(n)]} if few else {}
     if trial.in_full:
         kinds["the ranks share a seed"] = [base] * n
     dropping = [

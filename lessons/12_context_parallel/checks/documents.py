@@ -60,7 +60,7 @@ def attend(rank: Any, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, documen
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
         if fits:
             out.backward(upstream.transpose(1, 2))
-    return {**went(out, fits, leaves, zip(inputs, before, strict=True)), "recording": recording}
+    return {**went(out, fits, leaves, inputs, before, "the documents"), "recording": recording}
 
 
 def same_document(documents: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def document_gradients_are_summed_over_ranks(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         trial.require(
             result["differentiable"],
-            "the output has no gradient, or is not (b, a, s/n, d)",
+            "no gradient comes back from the output",
             help="dist.all_gather is no operation of autograd's: put it into a torch.autograd.Function whose "
             "backward is a reduce-scatter.",
             rank=r,
@@ -253,8 +253,8 @@ def document_inputs_stay_as_they_were(trial: Trial) -> None:
     """q, k, v, the documents and the gradient that comes in are not written to."""
     for r, result in enumerate(trial.once(observe).results):
         trial.require(
-            result["unchanged"],
-            "q, k, v, the documents or the gradient that came in was changed",
+            not result["changed"],
+            f"changed in place: {', '.join(result['changed'])}",
             help="Make new tensors: x = x - 1 does, and x -= 1 writes into what was given.",
             rank=r,
         )
@@ -273,7 +273,8 @@ def documents_keep_the_dtype_of_q(trial: Trial) -> None:
         trial.require(
             dtype == "torch.bfloat16",
             f"q, k and v are bfloat16, and the output is {dtype.removeprefix('torch.')}",
-            help="A mask of True and False leaves dtypes alone; one of 0 and -inf in float32 does not.",
+            help="Return it in q's dtype. What is computed in float32 stays so until it is cast, and a mask "
+            "of 0 and -inf in float32 makes float32 of all.",
             rank=r,
         )
 

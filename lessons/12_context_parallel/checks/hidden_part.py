@@ -72,7 +72,7 @@ def ask_equal_times(trial: Trial) -> Answers:
     return Answers(trial, "smallest_hidden_part", calls, truth)
 
 
-def ask_nonsense(trial: Trial) -> Answers:
+def ask_impossible_speeds(trial: Trial) -> Answers:
     heads, kv_heads, flops, speed = draw(trial, 2)
     wrong: list[tuple] = [
         (heads, kv_heads, flops, 0),
@@ -80,9 +80,13 @@ def ask_nonsense(trial: Trial) -> Answers:
         (heads, kv_heads, 0.0, speed),
         (heads, kv_heads, -flops, speed),
         (heads, kv_heads, -flops, -speed),
-        (12, 8, flops, speed),
-        (8, 16, flops, speed),
     ]
+    return Answers(trial, "smallest_hidden_part", wrong, lambda *_: math.nan)
+
+
+def ask_undivided_heads(trial: Trial) -> Answers:
+    _, _, flops, speed = draw(trial, 2)
+    wrong: list[tuple] = [(12, 8, flops, speed), (8, 16, flops, speed)]
     return Answers(trial, "smallest_hidden_part", wrong, lambda *_: math.nan)
 
 
@@ -152,6 +156,9 @@ def published_parts_come_out(trial: Trial) -> None:
 @check("smallest_hidden_part")
 def arguments_make_sense(trial: Trial) -> None:
     """A speed that is 0 or negative, or heads that do not divide, is a ValueError."""
+    require_refusal(trial, trial.once(ask_impossible_speeds), help="Look at both speeds first.")
     require_refusal(
-        trial, trial.once(ask_nonsense), help="Look at both speeds, and at both numbers of heads, first."
+        trial,
+        trial.once(ask_undivided_heads),
+        help="Each head of keys serves as many of q's: 12 are not divisible by 8, nor 8 by 16.",
     )

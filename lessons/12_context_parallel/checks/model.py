@@ -230,7 +230,7 @@ def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
         if tied_alone
         else {},
         "The loss is a mean over all ranks' tokens, so the gradient is the sum of what each rank's tokens "
-        "make. An all-reduce knows no backward: let it flow through your own part of the loss alone.",
+        "make: through its own part of the loss, and then summed over the group.",
     )
 
 

@@ -128,9 +128,10 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
     """The loss if tokens are cut in one way, and their positions, targets or the causal mask in another."""
     s = targets.size(1)
     (other,) = CUTS.keys() - {way}
-    local, owner, taken = (torch.empty(s, dtype=torch.int64) for _ in range(3))
+    local, owner, taken, full = (torch.empty(s, dtype=torch.int64) for _ in range(4))
     for r in range(n):
         mine = CUTS[way](s, r, n)
+        full[mine] = CUTS[way](model.config.block_size, r, n)[: len(mine)]
         local[mine], owner[mine], taken[mine] = torch.arange(len(mine)), r, CUTS[other](s, r, n)
     places = torch.arange(s)
     alike = owner.unsqueeze(1) == owner.unsqueeze(0)
@@ -141,6 +142,9 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
 
     return {
         f"positions count from 0 on every rank ({way} parts)": mean(local, causal(s)),
+        f"positions are {way} parts of block_size, and not of the sequence that is given": mean(
+            full, causal(s)
+        ),
         f"tokens see those of their own rank only ({way} parts)": mean(places, causal(s) & alike),
         f"that, and positions from 0 on every rank ({way} parts)": mean(local, causal(s) & alike),
         f"tokens are cut into {way} parts, and their positions into {other} ones": mean(taken, causal(s)),

@@ -154,6 +154,8 @@ def wrong_journeys(seen: SimpleNamespace, i: int) -> dict[str, list[Tensor]]:
             (whole - seen.shares[r][i])[:, :, w] for r, w in enumerate(seen.where)
         ],
     }
+    lost = "what later ranks added is lost where a rank does not see the block: it has to send on what came"
+    found[lost] = [(whole if r == 0 else seen.shares[r][i])[:, :, w] for r, w in enumerate(seen.where)]
     for step, told in ((-1, "previous rank"), (1, "next rank")):
         found[f"what the {told} adds is missing: the last hop?"] = [
             (whole - seen.shares[(r + step) % n][i])[:, :, w] for r, w in enumerate(seen.where)

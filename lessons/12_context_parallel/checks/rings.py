@@ -100,7 +100,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         if fits:
             out.backward(upstream.transpose(1, 2))
     return {
-        **went(out, fits, leaves, zip((q, k, v, upstream), before, strict=True)),
+        **went(out, fits, leaves, (q, k, v, upstream), before),
         "forward": forward,
         "others_computed": others_computed,
         "others_went_back": others_went_back,
@@ -313,8 +313,8 @@ def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
 def require_unchanged(trial: Trial, seen: SimpleNamespace) -> None:
     for r, result in enumerate(seen.results):
         trial.require(
-            result["unchanged"],
-            "q, k, v or the gradient that came in was changed",
+            not result["changed"],
+            f"changed in place: {', '.join(result['changed'])}",
             help="Receive into tensors of your own, and add into tensors of your own.",
             rank=r,
         )

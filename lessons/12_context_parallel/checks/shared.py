@@ -50,13 +50,26 @@ def causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def went(out: Any, fits: bool, leaves: list[Tensor], inputs: Iterable[tuple[Tensor, Tensor]]) -> dict:
-    """On a rank: what a forward and backward left. Leaves are (b, s/n, a, d); inputs are now and before."""
+def went(
+    out: Any,
+    fits: bool,
+    leaves: list[Tensor],
+    now: Iterable[Tensor],
+    before: Iterable[Tensor],
+    more: str = "",
+) -> dict:
+    """On a rank: what a forward and backward left. Leaves are (b, s/n, a, d).
+
+    What was given, `now` and `before`, is q, k, v, what `more` names, if it does, and the upstream gradient.
+    """
+    names = [*"qkv", *([more] if more else []), "the gradient that came in"]
     return {
         "out": out.detach() if isinstance(out, Tensor) else None,
         "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
         "differentiable": fits,
-        "unchanged": all(torch.equal(now.detach(), before) for now, before in inputs),
+        "changed": [
+            name for name, x, was in zip(names, now, before, strict=True) if not torch.equal(x.detach(), was)
+        ],
     }
 
 

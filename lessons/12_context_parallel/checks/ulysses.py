@@ -63,7 +63,7 @@ def attend(rank, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor)
         if fits:
             go_back(out, upstream.transpose(1, 2))
     return {
-        **went(out, fits, leaves, zip((q, k, v, upstream), before, strict=True)),
+        **went(out, fits, leaves, (q, k, v, upstream), before),
         "whole": watch.found,
         "recording": recording,
     }
@@ -185,7 +185,7 @@ def ulysses_gradients_are_those_of_causal_attention(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         trial.require(
             result["differentiable"],
-            "the output has no gradient, or is not (b, a, s/n, d)",
+            "no gradient comes back from the output",
             help="dist.all_to_all_single is no operation of autograd's: put it into a "
             "torch.autograd.Function, whose backward is the all-to-all the other way.",
             rank=r,
