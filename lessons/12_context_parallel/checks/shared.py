@@ -51,18 +51,13 @@ def causal(length: int) -> Tensor:
 
 
 def went(
-    out: Any,
-    fits: bool,
-    leaves: list[Tensor],
-    now: Iterable[Tensor],
-    before: Iterable[Tensor],
-    more: str = "",
+    out: Any, fits: bool, leaves: list[Tensor], now: Iterable[Tensor], before: Iterable[Tensor], *more: str
 ) -> dict:
     """On a rank: what a forward and backward left. Leaves are (b, s/n, a, d).
 
-    What was given, `now` and `before`, is q, k, v, what `more` names, if it does, and the upstream gradient.
+    What was given, `now` and `before`, is q, k, v, the upstream gradient, and what `more` names.
     """
-    names = [*"qkv", *([more] if more else []), "the gradient that came in"]
+    names = [*"qkv", "the gradient that came in", *more]
     return {
         "out": out.detach() if isinstance(out, Tensor) else None,
         "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
