@@ -1,5 +1,6 @@
 """Checks of `train_epoch` (find the bug): an epoch's steps, each on all counted targets of its group."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,8 @@ def measure(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> l
 
 # --- what is asked ---
 
+LAST_GROUP = "The last group is shorter, and is a group all the same."
+
 
 def observe(trial: Trial, case: Any, num_epochs: int = 1) -> SimpleNamespace:
     arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate)
@@ -111,8 +114,24 @@ def require_count(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     steps, expected = len(seen.result["steps"]), len(seen.expected.gradients)
     plural = "s" if seen.num_epochs > 1 else ""
     what = f"{told(seen.case)}, {seen.num_epochs} epoch{plural}"
+    accumulate = seen.case.accumulate
+    left = len(seen.case.batches) % accumulate
     trial.require(
-        steps == expected, f"{what}: the optimizer took {steps} steps, expected {expected}", help=help
+        steps == expected,
+        f"{what}: the optimizer took {steps} steps, expected {expected}",
+        cause=f"no step is taken for what is left over, {left} of {accumulate}: it is a step of its own"
+        if steps != expected and forgets_what_is_left_over(trial)
+        else "",
+        help=help,
+    )
+
+
+def forgets_what_is_left_over(trial: Trial) -> bool:
+    """Whether an epoch of seven takes as many steps as there are whole groups, and one of three none."""
+    epochs = (trial.once(observe_left_over), trial.once(observe_short))
+    return all(
+        len(seen.result["steps"]) == seen.num_epochs * (len(seen.case.batches) // seen.case.accumulate)
+        for seen in epochs
     )
 
 
@@ -263,9 +282,14 @@ def counted_targets_weigh_the_same(trial: Trial) -> None:
 @check("train_epoch")
 def a_microbatch_may_count_nothing(trial: Trial) -> None:
     """A micro-batch whose targets are all ignored adds nothing to its step, and what comes after it does."""
+    seen = trial.once(observe_short)
+    require_count(trial, seen, LAST_GROUP)
     help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum, or work with sums of losses."
-    require_gradients(trial, trial.once(observe_short), help)
-    require_losses(trial, trial.once(observe_short), help)
+    nothing_odd = all(step["gradient"].isfinite().all() for step in seen.result["steps"])
+    if nothing_odd and all(math.isfinite(loss) for loss in seen.result["losses"][0]):
+        help = "It counts nothing: gradient and loss are the means over the others' targets, of all of them."
+    require_gradients(trial, seen, help)
+    require_losses(trial, seen, help)
 
 
 @check("train_epoch")
@@ -299,7 +323,7 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
     """Micro-batches left over make a step of their own, and nothing leaks from one epoch into the next."""
     for seen in (trial.once(observe_left_over), trial.once(observe_short)):
         require_kept(trial, seen)
-        require_count(trial, seen, "The last group is shorter, and is a group all the same.")
+        require_count(trial, seen, LAST_GROUP)
         require_rates(
             trial, seen, "After the last group, too, scheduler.step() belongs beside optimizer.step()."
         )
