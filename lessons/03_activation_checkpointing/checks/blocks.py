@@ -206,6 +206,9 @@ def other_blocks(ran: list[int], every: int) -> str:
     return told
 
 
+NOTHING = "nothing is checkpointed: the groups run as they are, whatever `every` is"
+
+
 @check("checkpoint_blocks")
 def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
     """Backward runs every block once more, in groups of `every` blocks; one group may be shorter."""
@@ -213,6 +216,7 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
     groups_of_blocks = "Blocks 0 to every-1 are one group, computed again together; then comes the next."
     strides = taken_for_a_stride({every: mine["backward"] for every, mine in seen.mine.items()})
     modes = asked_once({every: mine["backward"] for every, mine in seen.mine.items()})
+    nothing = "" if any(mine["backward"] for mine in seen.mine.values()) else NOTHING
     for every, mine in seen.mine.items():
         where = f"every={every}, {NUM_BLOCKS} blocks: "
         trial.equal(
@@ -226,12 +230,14 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
         trial.require(
             not missing,
             f"{where}backward does not compute block {', '.join(map(str, missing))} again",
-            help=groups_of_blocks
-            if strides
+            help="Run each group inside your checkpoint."
+            if nothing
             else "Look at the mode when a group runs: train() and eval() may come later."
             if modes
+            else groups_of_blocks
+            if strides or missing[-1:] != [NUM_BLOCKS - 1]
             else "Every block belongs to a group, the last ones too.",
-            cause=strides or modes,
+            cause=nothing or strides or modes,
         )
         trial.require(
             sorted(order) == list(range(NUM_BLOCKS)),
