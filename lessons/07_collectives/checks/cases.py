@@ -136,6 +136,25 @@ def told_of_sources(rank: Any, source: int | None, before: list[int | None]) -> 
         raise
 
 
+@contextmanager
+def told_of_pieces(name: str, n: int, tensor: Tensor) -> Iterator[None]:
+    """An index that is out of range inside, where chunk makes too few pieces of the tensor, is told so.
+
+    Of a tensor without dimensions, it may be the index of its shape.
+    """
+    try:
+        yield
+    except IndexError as error:
+        size, length = tensor.numel(), -(-tensor.numel() // n)
+        made, is_list = -(-size // length), "index out of range" in str(error)
+        if name in ("ring_reduce_scatter", "ring_all_reduce") and is_list and tensor.dim() and made < n:
+            error.add_note(
+                f"of a tensor of {size}, pieces of {length}, as chunk({n}) and split({length}) make them, "
+                f"are {made}, and there are {n} ranks: fill it up with zeros to {n * length} first"
+            )
+        raise
+
+
 def call(
     rank: Any,
     name: str,
@@ -158,7 +177,7 @@ def call(
             recording.mark(f"{i}")
             if late and rank.rank == (source or 0):
                 time.sleep(LATE)
-            with told_of_sources(rank, source, sources[:i]):
+            with told_of_pieces(name, rank.num_ranks, tensor), told_of_sources(rank, source, sources[:i]):
                 returned = function(*arguments, rank.group)
             recording.mark("after")
             is_tensor = isinstance(returned, Tensor)
