@@ -167,6 +167,8 @@ def test_what_was_seen_is_told_with_its_lines() -> None:
         "had waited for it, in line 4: `y = x`"
     )
     assert "the handle that irecv returns" in step
+    at_once = Evidence([(1, Race(event, "shared", "a.py", 3))])
+    assert at_once.cause([1], 2, lambda file, line: lines[file, line])[0].count("line 3") == 1
 
 
 def reduces_to_rank_1(rank):

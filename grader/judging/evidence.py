@@ -43,7 +43,8 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
     event = race.event
     call = {"send": "isend", "recv": "irecv"}.get(event.kind, event.kind)
     place = locate(race.file, race.line) if race.file else ""
-    where = f", in {place}" if place else ""
+    same = (race.file, race.line) == (event.file, event.line)
+    where = f", in {place}" if place and not same else ""
     it = f"its {_at(event, locate)}"
     told = {
         "shared": f"rank {rank} sends from a tensor and receives into it at once: {it}{where}",
