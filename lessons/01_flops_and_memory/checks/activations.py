@@ -263,7 +263,9 @@ def activation_parts_add_up(trial: Trial) -> None:
                     f"{answers.asked(call, part)} is {parts[part]:,}; this part alone keeps {what}: "
                     f"{least:,} or more",
                     cause=why_off(answers, call[0].dropout > 0),
-                    help="They count in the part that keeps them." if total == true else "",
+                    help=f'Count {what} in "{part}", the part that keeps them: the total is right.'
+                    if total == true
+                    else "",
                 )
 
 
