@@ -183,6 +183,7 @@ def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str,
     weights, gradients, optimizer = (num_parameters(config) * size for size in STATES[recipe])
     right, longest = true.largest(memory), need(config, recipe, config.block_size)
     halves = replace(true, once=true.once / 2, each=true.each / 2)
+    statistics = 4 * config.n_layer * config.n_head * length
     is_mixed = recipe != "fp32"
     wrong = {
         "the head's two tensors of (b, s, v) are missing: backward makes the gradients of the "
@@ -222,6 +223,11 @@ def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str,
         "positions are kept once, not for every sequence: activations are not b times those of one": replace(
             true, once=0, each=true.each + true.once
         ),
+        "the attention's log-sum-exp is missing: 4·L·a·s bytes a sequence, where dropout is 0": true
+        if config.dropout
+        else replace(true, each=true.each - statistics),
+        "4·L·a·s bytes a sequence are missing, with dropout and without: as many as the attention's "
+        "log-sum-exp has, which is kept without": replace(true, each=true.each - statistics),
     }
     return {
         FITS_EXACTLY: true.largest(memory - 1),
