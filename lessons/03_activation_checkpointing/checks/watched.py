@@ -61,6 +61,7 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
         "of outputs": of_outputs,
         "nine tenths": partial(plain_forward, share=0.9),
         "with signs": partial(plain_forward, absolute=False),
+        "half": partial(plain_forward, share=1 - 0.9**0.5),
         "another mask": other_masks,
         "a graph of x alone": without_some_graphs,
     }
@@ -183,6 +184,8 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
                     seen.other, "with signs"
                 ),
                 SECOND_FORWARD: lambda: one_alone,
+                "it moves by 1 - sqrt(0.9), so that two runs make a tenth of the way: not every forward has "
+                "a backward": partial(seen.other, "half"),
             },
             "sizes[i] moves a tenth of the way to the mean of |input of block i|.",
             {SECOND_FORWARD: OUTSIDE},
