@@ -65,10 +65,10 @@ def slips(n: int, block: int, boundary: int) -> dict[str, float]:
     root = math.sqrt(n * boundary / block) if block else n
     bytes_of = partial(most_bytes, n, block, boundary)
     return {
-        "the last groups are forgotten: n/k is rounded down where it does not divide": first_of(
+        "the last group, where it is shorter, has no input: L/k is rounded down": first_of(
             n, every, lambda k: n // k * boundary + k * block
         ),
-        "n/k is not rounded up: the group that is shorter has an input too": first_of(
+        "L/k is not rounded up: the group that is shorter has an input too": first_of(
             n, every, lambda k: n / k * boundary + k * block
         ),
         "only lengths that divide num_blocks were tried": first_of(
