@@ -47,6 +47,8 @@ HELP_MASK = (
     "set it for the second one."
 )
 
+HELP_INPUTS = "The second call gets what the first got: the inputs themselves, whole and unchanged."
+
 
 # --- tensors that say which they are ---
 
@@ -204,6 +206,8 @@ def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     slips = {**seen.others, twice: lambda: {name: 2 * gradient for name, gradient in expected.items()}}
     steps = {told: HELP_MASK for told in ANOTHER_MASK.values()}
     steps[UPSTREAM_IGNORED] = "torch.autograd.backward(output, gradient): hand it what backward was given."
+    if other := other_inputs(seen.mine):
+        slips[other], steps[other] = (lambda: seen.mine["gradients"]), HELP_INPUTS
     help = (
         "The second call is the first one over again, random numbers too; backward of it begins with the "
         "gradient that comes in, and ends at the inputs: in an autograd.Function, detach them first."
@@ -253,8 +257,18 @@ def function_is_called_once_more(trial: Trial) -> None:
             sorted(calls[:times]) == sorted(calls[times:]),
             f"`{name}` was called with {in_words(calls[:times])} in the forward, and with "
             f"{in_words(calls[times:])} in backward",
-            help="The second call gets what the first got: the inputs themselves, whole and unchanged.",
+            help=HELP_INPUTS,
         )
+
+
+def other_inputs(mine: dict) -> str:
+    """In words, that all calls are there, and of some function backward's were given other numbers."""
+    for name, times, calls in zip(("first", "second"), (2, 1), mine["given"], strict=True):
+        forward, backward = sorted(calls[:times]), sorted(calls[times:])
+        if len(forward) == len(backward) and forward != backward:
+            told = f"{in_words(forward)} in the forward, and {in_words(backward)} in backward"
+            return f"the second call got other numbers than the first: `{name}` was called with {told}"
+    return ""
 
 
 def in_words(calls: list[Given]) -> str:

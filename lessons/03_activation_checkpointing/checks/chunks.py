@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise, is_close
+from grader.checks import Fault, Trial, check, exercise, is_close
 
 from .models import STATE_BYTES
 
@@ -205,10 +205,11 @@ def ended(
             )
 
 
-def rounded(actual: Any, expected: Tensor) -> dict[str, Any]:
+def rounded(actual: Any, expected: Tensor) -> dict[str, Tensor | Fault]:
     """The cause of a float64 that differs from what is expected by as much as a float32 is rounded."""
     exact = isinstance(actual, Tensor) and expected.dtype == torch.float64
-    return {ROUNDED: actual} if exact and is_close(actual, expected, rtol=1e-5) else {}
+    step = "Leave logits and sums in the dtype of x: without .float(), and with x.new_zeros(())."
+    return {ROUNDED: Fault(actual, step)} if exact and is_close(actual, expected, rtol=1e-5) else {}
 
 
 @check("chunked_cross_entropy")
