@@ -337,8 +337,12 @@ def every_counted_target_weighs_the_same(trial: Trial) -> None:
 @check("accumulate_gradients")
 def a_microbatch_may_count_nothing(trial: Trial) -> None:
     """A micro-batch whose targets are all ignored, the first, a middle or the last one, adds nothing."""
-    help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum."
-    require_one_pass(trial, trial.once(observe_empty)[:-1], help)
+    seen = trial.once(observe_empty)[:-1]
+    help = "It adds nothing: loss and gradient are the means over the others' targets, of all of them."
+    values = [value for _, result in seen for value in (result["loss"], *result["gradients"].values())]
+    if any(isinstance(value, Tensor | float) and torch.as_tensor(value).isnan().any() for value in values):
+        help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum."
+    require_one_pass(trial, seen, help)
 
 
 @check("accumulate_gradients")

@@ -357,11 +357,15 @@ def one_microbatch_at_a_time(trial: Trial) -> None:
         help="Micro-batches are there because more does not fit.",
     )
     memory = trial.once(observe_memory)
+    all_alive = memory.group >= len(memory.case.batches) * memory.one / 2
     trial.require(
         memory.group <= 1.5 * memory.one + 5 * memory.gradients,
         f"a group of {len(memory.case.batches)} micro-batches has {memory.group:,} bytes alive at once; the "
         f"largest micro-batch alone needs {memory.one:,}, and gradients {memory.gradients:,}",
-        help="backward() after each forward frees what it kept: one backward for the sum of losses does not.",
+        cause="what the forward keeps is there for all of them together" if all_alive else "",
+        help="backward() after each forward frees what it kept: one backward for the sum of losses does not."
+        if all_alive
+        else "Of a micro-batch, gradients and its loss as a number stay: nothing else has to.",
     )
 
 
