@@ -1,4 +1,4 @@
-"""Checks of `DataParallel` over passes that differ: unused layers, `no_sync()`, several backwards."""
+"""Checks of `DataParallel` over passes that differ: unused layers, another order, a step after a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -44,7 +44,6 @@ def told_if_ranks_part(cause: str) -> Iterator[None]:
         raise
 
 
-NOT_REDUCED = "each rank's own sum: it was not reduced"
 INSIDE, LEAVING = "inside no_sync", "as no_sync ends"
 NOTHING_PENDING = "finish after no_sync"
 INSIDE_STILL = "inside no_sync, after an inner one"
@@ -119,58 +118,12 @@ def observe_passes(
     )
 
 
-def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
-    """A parameter's gradient where not all passes are in it, or not all of them are averaged."""
-    own = [gradient[name] for gradient in seen.own]
-    last = expected_gradients(seen.seed, seen.drawn[-1:])[0][name]
-    before = expected_gradients(seen.seed, seen.drawn[:-1])
-    known = {
-        "the last pass alone: what accumulated was dropped": last,
-        NOT_REDUCED: own,
-        "the last pass alone was averaged: what was there before it is each rank's own": [
-            gradient[name] + last for gradient in before[1]
-        ],
-        "the passes before alone: what the last one added was dropped": before[0][name],
-        "what was there before counts n times: it was averaged, and summed over the ranks once more": (
-            len(own) * before[0][name] + last
-        ),
-    }
-    if len(seen.drawn) > 2:
-        told = "the first pass is gone: what was there is cleared when the next no_sync() begins"
-        known[told] = expected_gradients(seen.seed, seen.drawn[1:])[0][name]
-    return known
-
-
-def by_pass(seen: SimpleNamespace, name: str) -> dict[str, Tensor]:
-    """What each pass adds to the mean."""
-    return {
-        f"pass {i + 1} of {len(seen.drawn)}": expected_gradients(seen.seed, [drawn])[0][name]
-        for i, drawn in enumerate(seen.drawn)
-    }
-
-
 def observe_corners(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False], [("left",), BOTH])
 
 
 def observe_other_order(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False], [BOTH, ("right", "left")])
-
-
-def observe_no_sync(trial: Trial) -> SimpleNamespace:
-    return observe_passes(trial, [True, True, False], [BOTH], [("left",), BOTH], [("right",)])
-
-
-def observe_exception(trial: Trial) -> SimpleNamespace:
-    return observe_passes(trial, [True, False], [BOTH], [BOTH], broken=True)
-
-
-def observe_another(trial: Trial) -> SimpleNamespace:
-    return observe_passes(trial, [False], [BOTH], other=True)
-
-
-def observe_two_passes(trial: Trial) -> SimpleNamespace:
-    return observe_passes(trial, [False, False], [BOTH], [BOTH])
 
 
 def observe_two_steps(trial: Trial) -> SimpleNamespace:
@@ -312,118 +265,3 @@ def order_of_hooks_does_not_matter(trial: Trial) -> None:
                 help="Send bucket 0, 1, 2… in this order on all ranks, whichever is ready first.",
             )
     require_mean(trial, seen, help="Send buckets in one order on all ranks.")
-
-
-@check("DataParallel", world_sizes=(2, 4), subgroup=False)
-def nothing_is_pending_after_no_sync(trial: Trial) -> None:
-    """finish_gradient_synchronization() after a pass inside no_sync() does nothing."""
-    for r, result in enumerate(trial.once(observe_no_sync).results):
-        kinds = result["recording"].kinds(after=NOTHING_PENDING)
-        trial.require(
-            not kinds,
-            f"called after a pass inside no_sync(), finish_… communicates: {kinds[:3]}",
-            rank=r,
-            cause="a forward inside no_sync() made a pass pending",
-            help="A pass is pending since its forward, outside no_sync() alone.",
-        )
-
-
-@check("DataParallel", world_sizes=(2, 4), subgroup=False)
-def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
-    """Forward and backward inside no_sync() communicate nothing, and neither does its end."""
-    for r, result in enumerate(trial.once(observe_no_sync).results):
-        kinds, ending, still = (
-            result["recording"].kinds(after=mark) for mark in (INSIDE, LEAVING, INSIDE_STILL)
-        )
-        trial.require(
-            not kinds,
-            f"inside no_sync() there were {len(kinds)} communications: {kinds[:3]}",
-            rank=r,
-            help="The hooks fire during backward: it is they who must know that no_sync() is on.",
-        )
-        trial.require(
-            not ending,
-            f"as no_sync() ends there are {len(ending)} communications: {ending[:3]}",
-            cause="what has added up is sent where no_sync() ends, not by the next backward outside",
-            help="Its end switches sending on, and nothing more: the next micro-batch may be quiet too.",
-            rank=r,
-        )
-        trial.require(
-            not still,
-            f"inside no_sync(), after an inner no_sync() has ended, there were {len(still)} communications: "
-            f"{still[:3]}",
-            cause="the end of the inner no_sync() has ended the outer one",
-            help="Remember what was on before it, and put that back at its end.",
-            rank=r,
-        )
-
-
-@check("DataParallel", world_sizes=(2, 4), subgroup=False)
-def what_accumulated_is_reduced(trial: Trial) -> None:
-    """The backward after no_sync() reduces the sum of all passes, also of layers that it did not use."""
-    seen = trial.once(observe_no_sync)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        actual = by_rank(seen.results, "gradients", name)
-        for r, gradient in enumerate(actual):
-            trial.require(
-                gradient is not None, f"{name} has no gradient: what accumulated was dropped", rank=r
-            )
-        trial.close(
-            f"the gradient of {name} after two passes in no_sync() and one outside",
-            actual,
-            seen.expected[name],
-            alternatives=partial(other_sums, seen, name),
-            terms=partial(by_pass, seen, name),
-            help="Send parameter.grad as it is then, with all that no_sync() added up.",
-        )
-
-
-@check("DataParallel", world_sizes=(2,), subgroup=False)
-def no_sync_is_of_one_module(trial: Trial) -> None:
-    """Inside no_sync() of one module, the gradients of another one are reduced as ever."""
-    seen = trial.once(observe_another)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(
-            f"the gradient of {name} after a pass inside another module's no_sync()",
-            by_rank(seen.results, "gradients", name),
-            seen.expected[name],
-            alternatives={
-                "each rank's own: no_sync() of one module has switched off the other one too": [
-                    own[name] for own in seen.own
-                ]
-            },
-            help="Whether it is on belongs to self: what is set on the class, or is global, is everybody's.",
-        )
-
-
-@check("DataParallel", world_sizes=(2,), subgroup=False)
-def an_exception_ends_no_sync(trial: Trial) -> None:
-    """After an exception has left no_sync(), the next backward reduces, with all that had added up."""
-    seen = trial.once(observe_exception)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(
-            f"the gradient of {name} after an exception in no_sync() and a pass outside",
-            by_rank(seen.results, "gradients", name),
-            seen.expected[name],
-            alternatives=lambda name=name: {
-                "no_sync() is still on: it is each rank's own sum" if told == NOT_REDUCED else told: value
-                for told, value in other_sums(seen, name).items()
-            },
-            terms=partial(by_pass, seen, name),
-            help="try: yield, finally: what switches sending on again.",
-        )
-
-
-@check("DataParallel", world_sizes=(2,), subgroup=False)
-def two_passes_add_up(trial: Trial) -> None:
-    """Two synchronised passes without zero_grad add up, as they do on one process."""
-    seen = trial.once(observe_two_passes)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(
-            f"the gradient of {name} after two passes",
-            by_rank(seen.results, "gradients", name),
-            seen.expected[name],
-            alternatives=partial(other_sums, seen, name),
-            terms=partial(by_pass, seen, name),
-            help="Nothing of the first pass may be lost, or be counted twice.",
-        )

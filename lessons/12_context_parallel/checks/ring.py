@@ -6,7 +6,7 @@ import torch
 
 from grader.checks import Trial, check, exercise
 
-from . import frozen, grouped, rings
+from . import calls, frozen, grouped, rings
 from .shared import SIZES
 
 exercise(
@@ -32,7 +32,7 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 def observe_exact(trial: Trial) -> SimpleNamespace:
     """In float64, alone and between two others."""
-    return rings.observe_in(trial, rings.PLAIN, torch.float64)
+    return calls.observe_in(trial, rings.PLAIN, torch.float64)
 
 
 @check("ring_attention")
@@ -90,14 +90,14 @@ def inputs_stay_as_they_were(trial: Trial) -> None:
 @check("ring_attention", world_sizes=(3,), subgroup=False)
 def it_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
     """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
-    rings.require_dtype(trial, rings.PLAIN, trial.once(observe), trial.once(observe_exact))
+    calls.require_dtype(trial, rings.PLAIN, trial.once(observe), trial.once(observe_exact))
 
 
 @check("ring_attention", world_sizes=(3,), subgroup=False)
 def calls_do_not_disturb_each_other(trial: Trial) -> None:
     """The backward of one of three attentions, as of a model's layers, is that of its own forward, and then
     nothing of it is kept."""
-    rings.require_calls_apart(trial, trial.once(observe_exact))
+    calls.require_calls_apart(trial, trial.once(observe_exact))
 
 
 @check("ring_attention", world_sizes=(3,), subgroup=False)

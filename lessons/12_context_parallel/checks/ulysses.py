@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grader.checks import CheckEnded, Event, Recording, Trial, check, exercise, tensors_in
 
-from . import frozen, grouped, rings
+from . import calls, frozen, grouped, rings
 from .ring_slips import by_parts
 from .shared import BACKWARD, FEW, SIZES, attention, causal, plain_positions, went
 
@@ -123,7 +123,7 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 def observe_exact(trial: Trial) -> SimpleNamespace:
     """In float64, alone and between two others."""
-    return rings.observe_in(trial, ULYSSES, torch.float64)
+    return calls.observe_in(trial, ULYSSES, torch.float64)
 
 
 def observe_grouped(trial: Trial) -> SimpleNamespace:
@@ -323,7 +323,7 @@ def observe_large(trial: Trial) -> SimpleNamespace:
     seen.q[:, 0] = -150 * root * seen.k[:, 0] / seen.k[:, 0].square().sum(-1, keepdim=True)
     seen.inputs = [x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v)]
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
-    seen.results = trial.run(rings.attend_in, ULYSSES.name, False, per_rank=parts)
+    seen.results = trial.run(calls.attend_in, ULYSSES.name, False, per_rank=parts)
     seen.out = attention(*seen.inputs, causal(seen.length))[0]
     seen.out.backward(seen.upstream.double().transpose(1, 2))
     return seen
@@ -358,14 +358,14 @@ def ulysses_inputs_stay_as_they_were(trial: Trial) -> None:
 @check("ulysses_attention", world_sizes=(3,), subgroup=False)
 def ulysses_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
     """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
-    rings.require_dtype(trial, ULYSSES, trial.once(observe), trial.once(observe_exact))
+    calls.require_dtype(trial, ULYSSES, trial.once(observe), trial.once(observe_exact))
 
 
 @check("ulysses_attention", world_sizes=(3,), subgroup=False)
 def ulysses_calls_do_not_disturb_each_other(trial: Trial) -> None:
     """The backward of one of three attentions, as of a model's layers, is that of its own forward, and then
     nothing of it is kept."""
-    rings.require_calls_apart(trial, trial.once(observe_exact))
+    calls.require_calls_apart(trial, trial.once(observe_exact))
 
 
 @check("ulysses_attention", world_sizes=(3,), subgroup=False)

@@ -1,0 +1,134 @@
+"""The same attention called otherwise: in another dtype, between two others, with some inputs frozen."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from grader.checks import Trial, is_close
+from lessons_shared.evaluation import without_gradients
+
+from .frozen import NEEDING, gradients_of_some
+from .ring_slips import by_parts
+from .rings import Kind, draw
+from .shared import attention, causal
+
+
+def between_two_others(
+    attention_of: Callable, group, parts: list[Tensor], d_out: Tensor
+) -> tuple[list, bool]:
+    """The gradients of the second of three attentions; and whether its output outlives all who held it.
+
+    An output that an `autograd.Function` puts on its ctx, and not into save_for_backward, is held by the ctx
+    that it holds. Only Python's garbage collector, which comes when it likes, lets go of such a circle.
+    """
+    leaves = [x.clone().requires_grad_() for x in parts]
+    scaled = [[scale * x for x in leaves] for scale in (2.0, 1.0, 0.5)]
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        outs = [attention_of(*inputs, group) for inputs in scaled]
+        outs[1].backward(d_out)
+        second = weakref.ref(outs[1])
+        outs.clear()
+        return [x.grad for x in leaves], second() is not None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """As `attend`, and no more than values; then the same again, between two other attentions.
+
+    With `more`, without gradients as well, and where not all of q, k and v need one.
+    """
+    attention_of = getattr(rank.submission, name)
+    parts = [x.transpose(1, 2) for x in (q, k, v)]
+    leaves = [x.clone().requires_grad_() for x in parts]
+    out = attention_of(*leaves, rank.group)
+    found = {"out": out, "gradients": [None] * 3, "between": [None] * 3, "outlived": False}
+    if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
+        d_out = upstream.transpose(1, 2).to(out.dtype)
+        out.backward(d_out)
+        found["gradients"] = [x.grad for x in leaves]
+        found["between"], found["outlived"] = between_two_others(attention_of, rank.group, parts, d_out)
+        if more:
+            found["silent"] = without_gradients(attention_of, *parts, rank.group)
+            found["needing"] = {
+                told: gradients_of_some(attention_of, rank.group, parts, d_out, told) for told in NEEDING
+            }
+    return found
+
+
+def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
+    """A run of `attend_in`, and what plain attention gives: what, by rank, what it should be."""
+    seen = draw(trial, kind, dtype)
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    seen.results = trial.run(attend_in, kind.name, dtype == torch.float64, per_rank=parts)
+    q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
+    seen.inputs = [q, k, v]
+    seen.out = out = attention(q, k, v, causal(seen.length))[0]
+    out.backward(seen.upstream.double().transpose(1, 2))
+    seen.found = [("the output", [r["out"] for r in seen.results], by_parts(seen, out))]
+    for i, (label, x) in enumerate(zip("qkv", (q, k, v), strict=True)):
+        gradients = [r["gradients"][i] for r in seen.results]
+        seen.found.append((f"the gradient of {label}", gradients, by_parts(seen, x.grad)))
+    return seen
+
+
+def require_dtype(trial: Trial, kind: Kind, seen: SimpleNamespace, exact: SimpleNamespace) -> None:
+    """In float64 the result has ten digits, in bfloat16 it is a bfloat16, where it is right in float32."""
+    for dtype, rtol in ((torch.float64, 1e-9), (torch.bfloat16, 0.1)):
+        run = exact if dtype == torch.float64 else observe_in(trial, kind, dtype)
+        for what, actual, expected in run.found:
+            for r, tensor in enumerate(actual):
+                trial.require(
+                    not isinstance(tensor, Tensor) or tensor.dtype == dtype,
+                    f"{what} is {getattr(tensor, 'dtype', None)} where the inputs are {dtype}",
+                    help="Receive into torch.empty_like(...) of what is sent, and cast back at the end.",
+                    rank=r,
+                )
+            if is_right(seen):  # else another check says what is wrong, and it is not the dtype
+                trial.close(
+                    f"{what} in {str(dtype).removeprefix('torch.')}",
+                    actual,
+                    expected,
+                    help="In float32 it is right. A buffer or a cast of another dtype loses digits, or takes "
+                    "the bytes for other numbers.",
+                    rtol=rtol,
+                )
+
+
+def is_right(seen: SimpleNamespace) -> bool:
+    """Whether output and gradients are those of plain attention."""
+    pairs = list(zip([r["out"] for r in seen.results], by_parts(seen, seen.out), strict=True))
+    for i in range(3):
+        whole = by_parts(seen, sum(share[i] for share in seen.shares))
+        pairs += zip([r["gradients"][i] for r in seen.results], whole, strict=True)
+    return all(isinstance(x, Tensor) and is_close(x, right) for x, right in pairs)
+
+
+def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
+    """The middle one of three attentions has the gradients that it has alone, and is let go of."""
+    for i, label in enumerate("qkv"):
+        alone = [r["gradients"][i] for r in exact.results]
+        if all(isinstance(x, Tensor) for x in alone):
+            trial.close(
+                f"the gradient of {label}, with an attention before and one after it in the same forward,",
+                [r["between"][i] for r in exact.results],
+                alone,
+                help="A model has many layers: each call keeps its own tensors, with ctx.save_for_backward. "
+                "A variable of the module, or of the class, has those of another call.",
+            )
+    for r, result in enumerate(exact.results):
+        trial.require(
+            not result["outlived"],
+            "after its backward, when nobody holds the output any more, its memory is still taken: the "
+            "output holds its ctx, and the ctx the output, until Python's garbage collector finds the circle",
+            help="Give what backward needs to ctx.save_for_backward, the output too: what you put on ctx "
+            "yourself (ctx.out = out) is not let go of after backward.",
+            rank=r,
+        )
