@@ -262,6 +262,11 @@ def observe_short(trial: Trial) -> SimpleNamespace:
     return observe(trial, draw(trial, 3, 5, sharpness=0.3, empty=1))
 
 
+def observe_empty_among_others(trial: Trial) -> SimpleNamespace:
+    """A micro-batch of the first of two steps counts nothing."""
+    return observe(trial, draw(trial, 5, 3, sharpness=0.3, empty=1))
+
+
 @check("train_epoch")
 def a_step_for_every_group(trial: Trial) -> None:
     """Micro-batches that are all alike: each step is one on the mean of its group."""
@@ -290,6 +295,10 @@ def a_microbatch_may_count_nothing(trial: Trial) -> None:
         help = "It counts nothing: gradient and loss are the means over the others' targets, of all of them."
     require_gradients(trial, seen, help)
     require_losses(trial, seen, help)
+    seen = trial.once(observe_empty_among_others)
+    help = "It has a place in its step all the same: left out before steps are made, it lets others move up."
+    require_count(trial, seen, help)
+    require_gradients(trial, seen, help)
 
 
 @check("train_epoch")

@@ -202,7 +202,7 @@ def every_message_is_waited_for(trial: Trial) -> None:
 
 @check("broadcast")
 def messages_form_a_tree(trial: Trial) -> None:
-    """n - 1 messages in all, at most ceil(log2 n) from any rank, ceil(log2 n) steps from the source."""
+    """n - 1 messages in all, at most ceil(log2 n) from any rank; all have it after ceil(log2 n) rounds."""
     seen, n = trial.once(observe_sources), trial.num_ranks
     rounds = (n - 1).bit_length()
     for i, case in enumerate(seen.cases):
@@ -229,7 +229,7 @@ def messages_form_a_tree(trial: Trial) -> None:
             help="A message is the tensor, and nothing else.",
         )
         require_few_from_each(trial, edges, case.source, rounds)
-        require_few_steps(trial, edges, case.source, rounds)
+        require_few_rounds(trial, edges, case.source, rounds)
 
 
 def require_few_from_each(trial: Trial, edges: list[tuple], source: int, rounds: int) -> None:
@@ -246,22 +246,28 @@ def require_few_from_each(trial: Trial, edges: list[tuple], source: int, rounds:
         )
 
 
-def require_few_steps(trial: Trial, edges: list[tuple], source: int, rounds: int) -> None:
-    """A chain, in which everybody has one message to send, takes n - 1 steps."""
+def require_few_rounds(trial: Trial, edges: list[tuple], source: int, rounds: int) -> None:
+    """Where a rank that has the tensor sends one message in each round, all have it after so many rounds.
+
+    A chain, in which everybody has one message to send, takes n - 1; a tree of two children each more than
+    ceil(log2 n) from seven ranks on.
+    """
     if any(receiver is None for _, receiver, _ in edges):
         return
-    steps, reached = {source: 0}, [source]
+    comes, reached = {source: 0}, [source]  # in which round the tensor comes to a rank
     for r in reached:
-        for sender, receiver, _ in edges:
-            if sender == r and receiver not in steps:
-                steps[receiver] = steps[r] + 1
-                reached.append(receiver)
-    last = max(steps, key=lambda r: steps[r])
+        receivers = [receiver for sender, receiver, _ in edges if sender == r and receiver not in comes]
+        comes |= {receiver: comes[r] + turn for turn, receiver in enumerate(receivers, start=1)}
+        reached += receivers
+    last = max(comes, key=lambda r: comes[r])
+    chain = comes[last] == trial.num_ranks - 1 > rounds
     trial.require(
-        steps[last] <= rounds,
-        f"it is reached after {steps[last]} messages, one after the other (source {source}); a tree takes "
-        f"ceil(log2 {trial.num_ranks}) = {rounds}",
-        cause="a chain: each rank sends to the next one" if steps[last] == trial.num_ranks - 1 else "",
+        comes[last] <= rounds,
+        f"the tensor comes to it in round {comes[last]} (source {source}), where a rank sends one message in "
+        f"a round; a binomial tree takes ceil(log2 {trial.num_ranks}) = {rounds}",
+        cause="a chain: each rank sends to the next one"
+        if chain
+        else "some ranks that have it send no more while others wait for it",
         help="Whoever has received the tensor helps to send it, and so does the source: it goes on sending.",
         rank=last,
     )
