@@ -51,6 +51,8 @@ def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[st
         "positions are parameters that multiply nothing: 6·P counts them, and 6·N does not": rate
         / peak
         * (6 * every + 12 * c.n_layer * c.n_embd * s),
+        "the head is missing: the token table, tied to it, multiplies every token": right
+        - rate / peak * 6 * c.vocab_size * c.n_embd,
         "sequence_length is the length here, not config.block_size": utilization(c, rate, peak, c.block_size),
         "these are the FLOPs of a sequence for every token: divide by sequence_length": s * right,
     }

@@ -20,7 +20,7 @@ from .models import (
     gradients,
     tapering,
 )
-from .passes import FINISH, observe_other_order
+from .passes import FINISH, observe_after_quiet, observe_other_order
 
 
 def fill(rank: Any, x: Tensor) -> dict:
@@ -129,10 +129,11 @@ def unwaited(recordings: list[Recording]) -> str:
 
 OTHER_ROOM: dict[str, Callable[[int], int]] = {
     "bytes are counted as elements of 4 bytes: four times bucket_bytes go into a bucket": lambda k: 4 * k,
-    "elements of 4 bytes are counted as 16: a quarter of bucket_bytes goes into a bucket": lambda k: k // 4,
     "a bucket is closed when it has become larger than bucket_bytes: one gradient too many": lambda k: k + 1,
     "a bucket is closed when the next gradient would fill it exactly: that one fits": lambda k: k - 1,
-    "every gradient has a bucket of its own, whatever bucket_bytes is": lambda k: 1,
+    "every gradient has a bucket of its own, whatever bucket_bytes is (or elements count as 16 bytes)": (
+        lambda k: 1
+    ),
     "all gradients are in one bucket, whatever bucket_bytes is": lambda k: 6,
 }
 """Cause → how many gradients a bucket then holds that has room for k of the six."""
@@ -249,6 +250,15 @@ def every_full_bucket_leaves_during_backward(trial: Trial) -> None:
                 help=help,
                 rank=r,
             )
+    for r, result in enumerate(trial.once(observe_after_quiet).results if trial.in_full else ()):
+        left = left_for_finish(result["recording"], LEAST_BYTES)
+        trial.require(
+            left == 0,
+            f"{left} buckets have not left when the backward after one inside no_sync() is over",
+            cause="what a hook counts inside no_sync() is still counted in the pass after it",
+            help="Inside no_sync() the hooks have nothing to do: return before anything is counted.",
+            rank=r,
+        )
     results = trial.once(observe_other_order).results
     left_over = [left_for_finish(result["recording"], LEAST_BYTES) for result in results]
     for r, left in enumerate(left_over):

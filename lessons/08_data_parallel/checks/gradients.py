@@ -137,7 +137,8 @@ def a_missing_gradient_counts_as_zero(trial: Trial) -> None:
     require_mean(
         trial,
         seen,
-        help="Every rank takes part, with zeros where it has no gradient, and n counts all ranks.",
+        help="Every rank takes part, with zeros where it has no gradient, n counts all ranks, and the mean "
+        "becomes .grad also where there was none.",
     )
 
 

@@ -126,6 +126,11 @@ def observe_other_order(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False], [BOTH, ("right", "left")])
 
 
+def observe_after_quiet(trial: Trial) -> SimpleNamespace:
+    """A pass that reaches all parameters, after one like it inside no_sync()."""
+    return observe_passes(trial, [True, False], [BOTH], [BOTH])
+
+
 def observe_two_steps(trial: Trial) -> SimpleNamespace:
     """In the second step rank 0 does not use the layer that all ranks have used in the first."""
     return observe_passes(trial, [False, False], [BOTH], [("left",), BOTH], cleared=True)

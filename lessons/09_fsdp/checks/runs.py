@@ -13,8 +13,15 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
         return trial.run(function, *args, **kwargs)
     except CheckEnded as end:
         if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
-            end.cause = "a weight was used whose storage was shrunk to nothing: nobody had gathered it again"
-            end.help = "Gather a block's weights before its forward, and once more before its backward."
+            end.cause = (
+                "a weight was used whose storage was shrunk to nothing: it was not gathered again, or freed "
+                "before its backward was over"
+            )
+            end.help = (
+                "Gather a block's weights before its forward, and once more before its backward. A full "
+                "backward hook is called at once where the block's input needs no gradient: free when "
+                "backward comes to the block before, or ends."
+            )
         elif end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
             end.cause = "what needs no gradient takes no hook: what is frozen, and outputs under no_grad"
             end.help = "Ask for requires_grad before you hook on."

@@ -23,6 +23,7 @@ from .linears import (
     copies,
     dtype_stays,
     linear_refusal_probe,
+    require_where_frozen,
     same_in_evaluation,
     weight_alternatives,
 )
@@ -123,6 +124,7 @@ def input_gradient_is_whole(trial: Trial) -> None:
             alternatives={"partial: only this rank's rows have contributed": partial},
             help="x enters sharded computation here: that is what copy_to_group is for.",
         )
+        require_where_frozen(trial, seen, name)
 
 
 def shared_use_probe(rank, weight: Tensor, x: Tensor, upstream: Tensor, beside: Tensor) -> dict:

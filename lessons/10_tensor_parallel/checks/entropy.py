@@ -89,7 +89,9 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     ignored[: trial.integer(2, len(some) - 2)] = -1
     # exp(100) is too much for fp32 and exp(-100) too little; 500 would be rounded by more than the tolerance
     offset = 100.0 * torch.tensor([1.0, -1.0]).repeat(len(large))[: len(large)].unsqueeze(1)
-    missing = trial.integer(2, share if n > 1 else share // 2)  # at most the last rank's; some words are left
+    missing = trial.integer(2, share // 2)
+    if n > 2:  # all of the last rank's, and some of the one before
+        missing += share
     padded[:, v - missing :] = float("-inf")
     return {
         "with ignored targets": (some, ignored),  # first: a count that is kept is not that of all targets
@@ -98,7 +100,7 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
         "large logits": (large + offset, trial.tokens(v, len(large))),
         "padded vocabulary": (
             padded,
-            trial.tokens(v - share if n > 1 else share - share // 2, len(padded)),
+            trial.tokens(v - missing, len(padded)),
         ),
     }
 
@@ -305,6 +307,7 @@ def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
         }
 
     actual = each_rank(seen, "gradient")
+    require_numbers_of_no_words(trial, seen, actual, name)
     counted = seen.targets != -1
     rest_is_right = all(
         isinstance(x, Tensor) and x.shape == g.shape and is_close(x[counted], g[counted])
@@ -323,6 +326,20 @@ def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
         },
         help="softmax minus one at the target, divided by the number of counted targets.",
     )
+
+
+def require_numbers_of_no_words(trial: Trial, seen: SimpleNamespace, actual: list, name: str) -> None:
+    """A rank of which all words are -inf has a gradient of zeros; others' NaN is told elsewhere."""
+    nowhere = [bool((x == float("-inf")).all()) for x in parts(seen.logits, -1, trial.num_ranks)]
+    nan = [isinstance(x, Tensor) and bool(x.isnan().any()) for x in actual]
+    for rank, is_nan in enumerate(nan):
+        trial.require(
+            not is_nan or any(there and not no_words for there, no_words in zip(nan, nowhere, strict=True)),
+            f"the gradient of the logits ({name}) is NaN where this rank's words are all -inf",
+            cause="a softmax, or a logsumexp, of this rank's words alone: its backward has -inf - -inf",
+            help="Subtract the largest logit of all ranks, which is finite, and add up exp() of that.",
+            rank=rank,
+        )
 
 
 @check("vocab_parallel_cross_entropy")

@@ -10,6 +10,7 @@ from grader.checks import (
     BACKWARD,
     Trial,
     backward,
+    each_rank,
     parts,
     stand_alone,
     storage_bytes,
@@ -54,8 +55,28 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         "dense_changed": dense_changed,
         "shared": shared,
         "evaluation": in_evaluation(layer, x, case["upstream"]),
+        "frozen": where_frozen(layer, case),
         "recording": recording,
     }
+
+
+def where_frozen(layer: nn.Module, case: dict) -> Tensor | None:
+    """On a rank: the gradient of x where weight and bias need none, as below an adapter."""
+    layer.requires_grad_(False)
+    x = case["x"].clone().requires_grad_()
+    backward(layer(x), case["upstream"])
+    return x.grad
+
+
+def require_where_frozen(trial: Trial, seen: SimpleNamespace, name: str) -> None:
+    """The gradient of x is that with trained weights."""
+    trained = each_rank(seen, "gradient")
+    trial.close(
+        f"the gradient of x where weight and bias are frozen ({name})",
+        each_rank(seen, "frozen"),
+        trained,
+        help="x needs its gradient, and the sum over the ranks in it, whether the weight is trained or not.",
+    )
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor) -> SimpleNamespace:

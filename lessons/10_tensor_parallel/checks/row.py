@@ -20,6 +20,7 @@ from .linears import (
     copies,
     dtype_stays,
     linear_refusal_probe,
+    require_where_frozen,
     same_in_evaluation,
     weight_alternatives,
 )
@@ -146,6 +147,7 @@ def input_gradient_is_this_ranks_slice(trial: Trial) -> None:
             own,
             alternatives={"n times too large: backward summed over the ranks": [n * g for g in own]},
         )
+        require_where_frozen(trial, seen, name)
 
 
 @check("RowParallelLinear")

@@ -122,6 +122,9 @@ def others(n: int) -> dict[str, Any]:
         "it is this rank's part of the mean: the mean along data divides once more": (
             lambda counts, p, sizes: counts[p] / sum(counts)
         ),
+        "the mean count along data is rounded down: divide with / where // stands": (
+            lambda counts, p, sizes: counts[p] / max(1, sum(counts) // sizes["data"])
+        ),
         "the weight is rounded down to a whole number: divide with / where // stands": (
             lambda counts, p, sizes: counts[p] * sizes["data"] // sum(counts)
         ),
@@ -146,7 +149,8 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
             [result[i]["gradient" if part else "loss"] for result in seen.results],
             [each[part] for each in right],
             slips if n > 1 else {},
-            help="Which ranks does the sum count, and over which does the mean go? They have to be the same.",
+            help="A loss weighs as its share of the counted targets along data; the ranks that the sum "
+            "counts, and those that the mean goes over, are the same.",
             rtol=1e-5,  # counts may be divided in float32
         )
 

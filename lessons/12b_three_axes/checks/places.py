@@ -81,6 +81,8 @@ def cause(seen: SimpleNamespace) -> str:
                 o for o in range(math.prod(s.values())) if coordinate(o, s, d) == coordinate(r, s, d)
             )
         ),
+        "a line of the mesh, but not the one that the rank is in: rank // size finds it along the last "
+        "dimension alone": lambda r, s, d: line(r // s[d], s, d),
         "the group of rank 0": lambda r, s, d: ranks_along(0, s, d),
         "the coordinates along the dimensions further out are lost: the group lies where they are 0, and the "
         "rank itself is not in it": lambda r, s, d: ranks_along(r % within(s, d), s, d),
@@ -90,6 +92,12 @@ def cause(seen: SimpleNamespace) -> str:
         if all(given == slip(*call) for given, call in zip(answers, seen.calls, strict=True)):
             return words
     return ""
+
+
+def line(number: int, sizes: Sizes, dim: str) -> tuple[int, ...]:
+    """The group that stands in this place if all groups along a dimension are listed by their first ranks."""
+    ranks = range(math.prod(sizes.values()))
+    return sorted({ranks_along(rank, sizes, dim) for rank in ranks})[number]
 
 
 def within(sizes: Sizes, dim: str) -> int:
