@@ -112,7 +112,12 @@ def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
         not everything, f"every rank got all the data. {told}", help="Each rank works on about b/n rows."
     )
     twice = sorted({row for row in found if found.count(row) > 1})
-    trial.require(not twice, f"rows {twice} are in more than one share. {told}", help="Shares are disjoint.")
+    trial.require(
+        not twice,
+        f"rows {twice} are in more than one share. {told}",
+        help="Shares are disjoint: their sizes may "
+        "differ by a row, so nothing is repeated to fill up the last.",
+    )
     missing = sorted(set(range(b)) - set(found))
     rest = list(range(b - b % n, b))
     trial.require(

@@ -149,7 +149,9 @@ def gradients_of_all_weights_are_complete(trial: Trial) -> None:
             alternatives={
                 "summed twice: once in copy_to_group, and once more by the hook": [
                     2 * n * g for g in expected
-                ]
+                ],
+                "the first pass's is right, and the second's is summed twice: is a hook registered in "
+                "forward, once more at each call?": [(1 + n) * g for g in expected],
             },
             help="key_value is replicated: its gradient needs one sum over the ranks, no more and no less.",
         )

@@ -116,6 +116,9 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]
         "it is this rank's own sum, over the count of all": [x / counted.sum() for x, _ in by_rank],
         "what has no target is counted: padding, or the last position of all": losses.sum() / counted.numel(),
         "it is the sum, not the mean": losses.sum(),
+        "the sum is divided by all tokens but one a sequence: where padding begins it, all are predicted": (
+            losses.sum() / ((tokens != -1).sum() - len(tokens))
+        ),
         **by_earlier_counts(losses.sum(), labels, [labels_of(earlier) for earlier in calls]),
         "what follows a padded position is not predicted": Fault(
             losses.masked_fill(tokens == -1, 0.0).sum() / (counted & (tokens != -1)).sum(),
