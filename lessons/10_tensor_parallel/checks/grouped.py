@@ -293,6 +293,11 @@ def other_sums(seen: SimpleNamespace, n: int) -> dict[str, list[Tensor] | Fault]
     }
     if seen.copies == 1:
         return {}
+    apart = n // seen.copies
+    if apart > 1:
+        found[f"summed over ranks that are {apart} apart: copies of a key head lie on neighbours"] = [
+            sum(alone[rank % apart :: apart]) for rank in range(n)
+        ]
     known: dict[str, list[Tensor] | Fault] = dict(found)
     if "c_attn.bias" in seen.weights:
         right = [

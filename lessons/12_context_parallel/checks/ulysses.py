@@ -154,6 +154,14 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
     }
     causes = {cause: by_parts(seen, whole) for cause, whole in found.items()}
     if n > 1:
+        woven = places.view(n, -1).T.flatten()  # one token of each rank in turn
+        interleaved = attention(*(x[:, :, woven] for x in (q, k, v)), mask)[0]
+        told = "tokens are interleaved, one of each rank in turn: what comes is (n, s/n), and not (s/n, n)"
+        causes[told] = by_parts(seen, interleaved)
+        causes[f"{told}; on the way back, too"] = by_parts(seen, interleaved[:, :, woven.argsort()])
+        causes[f"{told}; heads are, on the way back"] = by_parts(
+            seen, interleaved[:, heads.view(n, per_rank).T.flatten()]
+        )
         causes["it is the output of the next rank's tokens"] = [
             out[:, :, seen.where[(r + 1) % n]] for r in range(n)
         ]
