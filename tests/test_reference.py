@@ -48,6 +48,18 @@ def test_other_structures_pass(path: Path) -> None:
     assert {report.verdict for report in reports} == {Verdict.PASSED}, failures(reports)
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in ALTERNATIVES if p.stem.startswith("context_parallel")], ids=lambda path: path.stem
+)
+def test_other_rings_pass_on_four_ranks(path: Path) -> None:
+    """What a ring holds is looked at where there are four ranks."""
+    ((submission, lesson),) = find_work(str(path), ())
+    rings = ("ring_attention", "zigzag_ring_attention")
+    names = tuple(name for name in rings if name in submission.definitions)
+    reports = grade_submission(submission, lesson, shared_launcher(), Settings(ranks=(4,)), names)
+    assert {report.verdict for report in reports} == {Verdict.PASSED}, failures(reports)
+
+
 def test_every_lesson_has_another_structure() -> None:
     slugs = {path.stem.partition("__")[0] for path in ALTERNATIVES}
     assert {lesson.slug for lesson in LESSONS} <= slugs

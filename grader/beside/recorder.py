@@ -329,7 +329,8 @@ class Window:
 
     def _measure_again(self) -> None:
         """Look at every storage: no operation tells when one is resized."""
-        for key, (before, reference) in list(self._alive.items()):
+        # Not list(...): making its pairs may start Python's garbage collector, which forgets some meanwhile.
+        for key, (before, reference) in self._alive.copy().items():
             storage = reference()
             if storage is not None and storage.nbytes() != before:
                 self._alive[key] = (storage.nbytes(), reference)
