@@ -38,6 +38,11 @@ def moved(config: GPTConfig) -> int:
     return config.n_layer * config.n_embd * (4 * config.n_embd + config.bias)
 
 
+def with_moved(config: GPTConfig) -> dict[str, float]:
+    """What attention has where they stand in it."""
+    return {MOVED: parameters(config)["attention"] + moved(config)}
+
+
 def is_moved(answers: Answers, where: Where) -> bool:
     """Whether the mlps' c_proj is missing in `mlp` and stands in `attention`, for all calls."""
     attention, mlp = (answers.select(part, where, 0.0) for part in ("attention", "mlp"))
@@ -95,7 +100,7 @@ def compare_parts(trial: Trial, where: Where, help: str) -> None:
     for part in ("embedding", "attention", "mlp", "norm"):
         slips = partial(parameter_slips, part)
         if part == "attention" and is_moved(trial.once(count), where):
-            slips = lambda config: {MOVED: parameters(config)["attention"] + moved(config)}  # noqa: E731
+            slips = with_moved
         measured(trial, trial.once(count), part, slips=slips, help=help, where=where)
 
 

@@ -53,7 +53,7 @@ def plan_slips(
         "2 FLOPs a parameter and token are the forward alone: with backward they are 6": time / 3,
         "6·P·D is forward and backward already": 3 * time,
         "no GPU reaches its peak: divide by the utilization": time * utilization,
-        "the utilization is in it twice: gpu_hours have it already": time / utilization,
+        "the utilization is in it twice: the GPUs' hours are longer by it once": time / utilization,
         "multiplied by the utilization: a GPU that does less takes longer": time * utilization**2,
     }
     slips = {

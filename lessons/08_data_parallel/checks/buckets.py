@@ -250,15 +250,6 @@ def every_full_bucket_leaves_during_backward(trial: Trial) -> None:
                 help=help,
                 rank=r,
             )
-    for r, result in enumerate(trial.once(observe_after_quiet).results if trial.in_full else ()):
-        left = left_for_finish(result["recording"], LEAST_BYTES)
-        trial.require(
-            left == 0,
-            f"{left} buckets have not left when the backward after one inside no_sync() is over",
-            cause="what a hook counts inside no_sync() is still counted in the pass after it",
-            help="Inside no_sync() the hooks have nothing to do: return before anything is counted.",
-            rank=r,
-        )
     results = trial.once(observe_other_order).results
     left_over = [left_for_finish(result["recording"], LEAST_BYTES) for result in results]
     for r, left in enumerate(left_over):
@@ -271,6 +262,15 @@ def every_full_bucket_leaves_during_backward(trial: Trial) -> None:
             if one_a_hook(left_over)
             else "",
             help=help,
+            rank=r,
+        )
+    for r, result in enumerate(trial.once(observe_after_quiet).results if trial.in_full else ()):
+        left = left_for_finish(result["recording"], LEAST_BYTES)
+        trial.require(
+            left == 0,
+            f"{left} buckets have not left when the backward after one inside no_sync() is over",
+            cause="what a hook counts inside no_sync() is still counted in the pass after it",
+            help="Inside no_sync() the hooks have nothing to do: return before anything is counted.",
             rank=r,
         )
 

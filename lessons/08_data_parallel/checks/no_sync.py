@@ -1,6 +1,5 @@
 """Checks of `DataParallel` where passes add up: inside `no_sync()`, after it, and without zero_grad."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,15 @@ from grader.checks import Trial, check
 
 from .means import BOTH, expected_gradients
 from .models import by_rank
-from .passes import INSIDE, INSIDE_STILL, LEAVING, NOTHING_PENDING, observe_passes
+from .passes import (
+    INSIDE,
+    INSIDE_STILL,
+    LEAVING,
+    NOTHING_PENDING,
+    observe_passes,
+    require_gradients,
+    trained,
+)
 
 NOT_REDUCED = "each rank's own sum: it was not reduced"
 
@@ -109,68 +116,49 @@ def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
 def what_accumulated_is_reduced(trial: Trial) -> None:
     """The backward after no_sync() reduces the sum of all passes, also of layers that it did not use."""
     seen = trial.once(observe_no_sync)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        actual = by_rank(seen.results, "gradients", name)
-        for r, gradient in enumerate(actual):
+    for name in trained(seen):
+        for r, gradient in enumerate(by_rank(seen.results, "gradients", name)):
             trial.require(
                 gradient is not None, f"{name} has no gradient: what accumulated was dropped", rank=r
             )
-        trial.close(
-            f"the gradient of {name} after two passes in no_sync() and one outside",
-            actual,
-            seen.expected[name],
-            alternatives=partial(other_sums, seen, name),
-            terms=partial(by_pass, seen, name),
-            help="Send parameter.grad as it is then, with all that no_sync() added up.",
-        )
+    help = "Send parameter.grad as it is then, with all that no_sync() added up."
+    require_gradients(
+        trial, seen, "after two passes in no_sync() and one outside", other_sums, help, terms=by_pass
+    )
+
+
+def switched_off_too(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+    """What is there if a module has not reduced inside another one's no_sync()."""
+    told = "each rank's own: no_sync() of one module has switched off the other one too"
+    return {told: [own[name] for own in seen.own]}
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def no_sync_is_of_one_module(trial: Trial) -> None:
     """Inside no_sync() of one module, the gradients of another one are reduced as ever."""
+    help = "Whether it is on belongs to self: what is set on the class, or is global, is everybody's."
     seen = trial.once(observe_another)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(
-            f"the gradient of {name} after a pass inside another module's no_sync()",
-            by_rank(seen.results, "gradients", name),
-            seen.expected[name],
-            alternatives={
-                "each rank's own: no_sync() of one module has switched off the other one too": [
-                    own[name] for own in seen.own
-                ]
-            },
-            help="Whether it is on belongs to self: what is set on the class, or is global, is everybody's.",
-        )
+    require_gradients(trial, seen, "after a pass inside another module's no_sync()", switched_off_too, help)
+
+
+def still_on(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+    """`other_sums` where an exception has left no_sync()."""
+    still = "no_sync() is still on: it is each rank's own sum"
+    return {still if told == NOT_REDUCED else told: value for told, value in other_sums(seen, name).items()}
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def an_exception_ends_no_sync(trial: Trial) -> None:
     """After an exception has left no_sync(), the next backward reduces, with all that had added up."""
+    help = "try: yield, finally: what switches sending on again."
     seen = trial.once(observe_exception)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(
-            f"the gradient of {name} after an exception in no_sync() and a pass outside",
-            by_rank(seen.results, "gradients", name),
-            seen.expected[name],
-            alternatives=lambda name=name: {
-                "no_sync() is still on: it is each rank's own sum" if told == NOT_REDUCED else told: value
-                for told, value in other_sums(seen, name).items()
-            },
-            terms=partial(by_pass, seen, name),
-            help="try: yield, finally: what switches sending on again.",
-        )
+    when = "after an exception in no_sync() and a pass outside"
+    require_gradients(trial, seen, when, still_on, help, terms=by_pass)
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def two_passes_add_up(trial: Trial) -> None:
     """Two synchronised passes without zero_grad add up, as they do on one process."""
+    help = "Nothing of the first pass may be lost, or be counted twice."
     seen = trial.once(observe_two_passes)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(
-            f"the gradient of {name} after two passes",
-            by_rank(seen.results, "gradients", name),
-            seen.expected[name],
-            alternatives=partial(other_sums, seen, name),
-            terms=partial(by_pass, seen, name),
-            help="Nothing of the first pass may be lost, or be counted twice.",
-        )
+    require_gradients(trial, seen, "after two passes", other_sums, help, terms=by_pass)

@@ -1,6 +1,6 @@
 """Checks of `DataParallel` over passes that differ: unused layers, another order, a step after a step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -118,6 +118,31 @@ def observe_passes(
     )
 
 
+def trained(seen: SimpleNamespace) -> list[str]:
+    """The parameters that have a gradient."""
+    return [name for name in seen.expected if name != "frozen.weight"]
+
+
+def require_gradients(
+    trial: Trial,
+    seen: SimpleNamespace,
+    when: str,
+    slips: Callable[[SimpleNamespace, str], dict[str, Any]],
+    help: str,
+    terms: Callable[[SimpleNamespace, str], dict[str, Tensor]] | None = None,
+) -> None:
+    """Every parameter's gradient is the expected one on all ranks; slips and terms are those of a name."""
+    for name in trained(seen):
+        trial.close(
+            f"the gradient of {name} {when}",
+            by_rank(seen.results, "gradients", name),
+            seen.expected[name],
+            alternatives=partial(slips, seen, name),
+            terms=partial(terms, seen, name) if terms else None,
+            help=help,
+        )
+
+
 def observe_corners(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False], [("left",), BOTH])
 
@@ -150,14 +175,8 @@ def ranks_may_use_different_layers(trial: Trial) -> None:
 def each_step_has_its_own_gradients(trial: Trial) -> None:
     """After zero_grad(), a layer that a rank used in the step before and does not use now counts as zero."""
     seen = trial.once(observe_two_steps)
-    for name in [n for n in seen.expected if n != "frozen.weight"]:
-        trial.close(
-            f"the gradient of {name} in a second step, after zero_grad(),",
-            by_rank(seen.results, "gradients", name),
-            seen.expected[name],
-            alternatives=partial(stale, seen, name),
-            help="Where a parameter has no gradient in this step, its place in the bucket is zero.",
-        )
+    help = "Where a parameter has no gradient in this step, its place in the bucket is zero."
+    require_gradients(trial, seen, "in a second step, after zero_grad(),", stale, help)
 
 
 def stale(seen: SimpleNamespace, name: str) -> dict[str, Tensor]:
