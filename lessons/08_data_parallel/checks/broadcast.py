@@ -76,6 +76,19 @@ def place_of(name: str, model: nn.Module) -> str:
     return ": it belongs to a module inside, and model.buffers() finds it too" if "inside" in name else ""
 
 
+def left_out(seen: SimpleNamespace, dtype: torch.dtype) -> str:
+    """That all that has come is of floating point, where this dtype is not, and something has come."""
+    came = [
+        tensor.is_floating_point()
+        for r, model in enumerate(seen.starts)
+        for kind, own in (("weights", weights(model)), ("buffers", dict(model.named_buffers())))
+        for name, tensor in own.items()
+        if not torch.equal(seen.results[r][kind][name], tensor)
+    ]
+    alone = not dtype.is_floating_point and came and all(came)
+    return f": what is of floating point has come alone, and this is {dtype}" if alone else ""
+
+
 def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
     """Named parameters ("weights") or buffers are those that rank 0 started with."""
     seen = trial.once(observe_broadcast)
@@ -84,7 +97,7 @@ def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
         starts = [tensors[name] for tensors in own]
         of = place_of(name, seen.starts[0])
         alternatives = {
-            f"each rank still has what it started with{of}": starts,
+            f"each rank still has what it started with{of or left_out(seen, starts[0].dtype)}": starts,
             f"it is what the rank started with{of}": Fault(starts, on_some_ranks=True),
             "the last rank's": starts[-1],
         }

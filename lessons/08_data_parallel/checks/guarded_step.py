@@ -1,6 +1,6 @@
 """Checks of `guarded_step`: a broken batch on one rank is left out by all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import cycle
 from types import SimpleNamespace
@@ -42,14 +42,20 @@ def guarded_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def guarded(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
     model = build(Regression, seed).to(rank.device)
     optimizer = guarded_optimizer(model)
-    taken, seen = [], []
+    taken, seen, state = [], [], []
     with rank.record() as recording:
         for inputs, targets in batches:
             recording.mark("a step")
             answer = rank.submission.guarded_step(model, optimizer, inputs, targets, rank.group)
             taken.append(None if answer is None else bool(answer))
             seen.append(weights(model))
-    return {"taken": taken, "weights": seen, "recording": recording}
+            state.append(finite(optimizer.state_dict()["state"].values()))
+    return {"taken": taken, "weights": seen, "state": state, "recording": recording}
+
+
+def finite(tensors: Iterable[dict[str, Any]]) -> bool:
+    """Whether all numbers in these are finite: of a model, or of an optimizer's state."""
+    return all(t.isfinite().all() for named in tensors for t in named.values() if isinstance(t, Tensor))
 
 
 def observe_guarded(trial: Trial, broken: list[list[int]], scale: float = 1.0) -> SimpleNamespace:
@@ -189,12 +195,29 @@ def _at(
     return {"what it was before the step": before[name], **found}
 
 
+def require_nothing_left(trial: Trial, rank: int, result: dict, want: list[bool]) -> None:
+    """No good batch makes weights NaN: a broken one before it has left something behind if it does."""
+    for i in range(1, len(want)):
+        if not (want[i] and finite(result["weights"][i - 1 : i]) and result["state"][i - 1]):
+            continue
+        trial.require(
+            finite(result["weights"][i : i + 1]),
+            f"step {i + 1}, on a good batch, made weights NaN or infinite, and until then they were finite",
+            help="zero_grad() before backward, also where the batch before was left out.",
+            rank=rank,
+            cause=""
+            if want[i - 1]
+            else "the gradient of the broken batch before it is still in .grad, and is added to",
+        )
+
+
 def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     """Which steps were taken, and the weights after each."""
     expected = reference_weights(seen)
     others = cache(partial(other_weights, seen))  # only a wrong answer needs them
     want = [not ranks for ranks in seen.broken]
     for r, result in enumerate(seen.results):
+        require_nothing_left(trial, r, result, want)
         trial.require(
             result["taken"] == want,
             f"the steps returned {result['taken']}, expected {want}: a batch is left out by all ranks or by "

@@ -130,5 +130,14 @@ def two_units_at_most(trial: Trial) -> None:
                 help="Start one gather ahead, no more.",
                 rank=r,
             )
+        behind = [num_bytes(gathered_since(result["recording"], f"backward {i}", "between")) for i in (1, 0)]
+        before, by_then = (each / seen.block for each in behind)
+        trial.require(
+            by_then <= NUM_BLOCKS + 0.7 or before > NUM_BLOCKS + 0.3,
+            f"when backward has come to block 0, {by_then:.2g} gathers were started, for {NUM_BLOCKS} blocks",
+            help="For block 0, start none.",
+            rank=r,
+            cause="one was started behind block 0, where nothing comes: units[-1] is the last block's",
+        )
     require_backward(trial, seen, ahead=1)
     require_freed(trial, seen, {"after": "after backward"}, 2, "Free what was gathered and not used.")

@@ -269,7 +269,10 @@ def sums_are_in_reduce_dtype(trial: Trial) -> None:
             own.mean(0),
             rtol=1e-4,
             alternatives={
-                "it was rounded to bfloat16": own.sum(0).to(LOW).div(trial.num_ranks).to(LOW).double()
+                "it was rounded to bfloat16": own.sum(0).to(LOW).div(trial.num_ranks).to(LOW).double(),
+                "each rank divided its gradient by the number of ranks in bfloat16, before the cast": (
+                    own.to(LOW).div(trial.num_ranks).double().sum(0)
+                ),
             },
-            help="Cast first, then sum, and do not cast back before the mean is in the shard's .grad.",
+            help="Cast first, then divide and sum; do not cast back before the mean is in the shard's .grad.",
         )

@@ -109,6 +109,9 @@ UNWEIGHED = (
 )
 
 
+LOSS = "the plain mean along data of the weighed loss"
+
+
 def others(n: int) -> dict[str, Any]:
     """Sentence → the weight that a slip leads to."""
     return {
@@ -131,6 +134,22 @@ def others(n: int) -> dict[str, Any]:
     }
 
 
+def along_data(values: list[Any], sizes: Sizes) -> list[Any]:
+    """For each rank the plain mean along "data" of what the ranks there have: that is what is promised."""
+    if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+        return values
+    means = []
+    for r in range(len(values)):
+        there = [
+            value
+            for other, value in enumerate(values)
+            if which_mesh(other, sizes) == which_mesh(r, sizes)
+            and {**place(other, sizes), "data": 0} == {**place(r, sizes), "data": 0}
+        ]
+        means.append(torch.stack(there).mean(0))
+    return means
+
+
 def require(trial: Trial, part: int, what: str, alone: bool) -> None:
     seen = trial.once(observe)
     for i, sizes in enumerate(seen.plans):
@@ -144,10 +163,15 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
             first = sum(int((targets != -1).sum()) for _, targets in seen.drawn[0])
             by_slip[KEPT] = by_weight(seen, i, partial(by_another_count, first), n)
         slips = {words: [each[part] for each in found] for words, found in by_slip.items()}
+        actual = [result[i]["gradient" if part else "loss"] for result in seen.results]
+        expected = [each[part] for each in right]
+        if not part:
+            actual, expected = along_data(actual, sizes), along_data(expected, sizes)
+            slips = {words: along_data(found, sizes) for words, found in slips.items()}
         trial.close(
             f"{what} on a mesh of {told(sizes)}",
-            [result[i]["gradient" if part else "loss"] for result in seen.results],
-            [each[part] for each in right],
+            actual,
+            expected,
             slips if n > 1 else {},
             help="A loss weighs as its share of the counted targets along data; the ranks that the sum "
             "counts, and those that the mean goes over, are the same.",
@@ -158,14 +182,14 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
 @check("weighed_loss")
 def on_data_alone_it_is_weighed_by_targets(trial: Trial) -> None:
     """Where all ranks lie along data, each counts as much as it has targets that count."""
-    require(trial, 0, "the weighed loss", alone=True)
+    require(trial, 0, LOSS, alone=True)
     require(trial, 1, "the gradient", alone=True)
 
 
 @check("weighed_loss", world_sizes=(4, 2))
 def on_a_mesh_every_target_counts_once(trial: Trial) -> None:
     """Where ranks along tensor or context have the same rows, the loss is weighed as if they were one."""
-    require(trial, 0, "the weighed loss", alone=False)
+    require(trial, 0, LOSS, alone=False)
 
 
 @check("weighed_loss", world_sizes=(4, 2))
@@ -192,10 +216,13 @@ def the_world_may_be_larger(trial: Trial) -> None:
             ),
         }
         trial.close(
-            f"the weighed loss in a world of {n} ranks, on a mesh of {told(sizes)}",
-            [result[i]["loss"] for result in seen.results],
-            [loss for loss, _ in by_weight(seen, i, by_share, n)],
-            {words: [loss for loss, _ in by_weight(seen, i, weigh, n)] for words, weigh in slips.items()},
+            f"{LOSS} in a world of {n} ranks, on a mesh of {told(sizes)}",
+            along_data([result[i]["loss"] for result in seen.results], sizes),
+            along_data([loss for loss, _ in by_weight(seen, i, by_share, n)], sizes),
+            {
+                words: along_data([loss for loss, _ in by_weight(seen, i, weigh, n)], sizes)
+                for words, weigh in slips.items()
+            },
             help='Count along data: mesh.get_group("data").',
             rtol=1e-5,
         )

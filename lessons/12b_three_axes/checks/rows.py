@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grader.checks import Trial, check, exercise
@@ -48,6 +49,12 @@ def share_of(rank: Any, batch: Tensor, mesh: Any) -> Tensor:
             error.add_note(
                 f"b = {len(batch)} is not divisible by {n}: chunk and split may make fewer pieces than there "
                 "are ranks, where tensor_split makes one for each"
+            )
+        elif mesh.size() < dist.get_world_size():
+            error.add_note(
+                f"the mesh has ranks {mesh.mesh.flatten().tolist()} of the world alone, and this rank is "
+                f'number {mesh.get_local_rank("data")} of the {n} along its "data": a number among all ranks of '
+                "the world is no place in it"
             )
         else:
             sizes = ", ".join(f'"{name}": {mesh.size(i)}' for i, name in enumerate(mesh.mesh_dim_names))
