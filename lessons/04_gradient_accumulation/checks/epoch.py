@@ -262,9 +262,9 @@ def observe_short(trial: Trial) -> SimpleNamespace:
     return observe(trial, draw(trial, 3, 5, sharpness=0.3, empty=1))
 
 
-def observe_empty_among_others(trial: Trial) -> SimpleNamespace:
-    """A micro-batch of the first of two steps counts nothing."""
-    return observe(trial, draw(trial, 5, 3, sharpness=0.3, empty=1))
+def observe_empty_among_others(trial: Trial) -> list[SimpleNamespace]:
+    """Of two steps, a micro-batch in the first, the first's last one, or the epoch's last counts nothing."""
+    return [observe(trial, draw(trial, 5, 3, sharpness=0.3, empty=empty)) for empty in (1, 2, 4)]
 
 
 @check("train_epoch")
@@ -295,10 +295,19 @@ def a_microbatch_may_count_nothing(trial: Trial) -> None:
         help = "It counts nothing: gradient and loss are the means over the others' targets, of all of them."
     require_gradients(trial, seen, help)
     require_losses(trial, seen, help)
-    seen = trial.once(observe_empty_among_others)
-    help = "It has a place in its step all the same: left out before steps are made, it lets others move up."
-    require_count(trial, seen, help)
-    require_gradients(trial, seen, help)
+    among_others = trial.once(observe_empty_among_others)
+    skipped = [len(seen.result["steps"]) for seen in among_others] == [2, 1, 1]  # none where it is the last
+    for seen in among_others:
+        help = "It has a place in its step: left out before steps are made, it lets others move up."
+        trial.require(
+            not skipped or len(seen.result["steps"]) == 2,
+            f"{told(seen.case)}, the last of a group counts nothing: the optimizer took 1 step, expected 2",
+            cause="no step is taken where the last micro-batch of a group counts nothing",
+            help="It adds nothing to its step, which is due all the same: `continue` leaves that out too.",
+        )
+        require_count(trial, seen, help)
+        require_gradients(trial, seen, help)
+        require_losses(trial, seen, help)
 
 
 @check("train_epoch")
