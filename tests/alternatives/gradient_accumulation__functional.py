@@ -13,18 +13,20 @@ def accumulate_gradients(model, inputs, targets, num_microbatches):
     ends = [*starts[1:], inputs.shape[0]]
     counts = [(targets[a:b] != -1).sum().item() for a, b in zip(starts, ends, strict=True)]
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in weights.items()}
+    sums = {}
     mean = torch.zeros((), dtype=torch.float64)
     for a, b, count in zip(starts, ends, counts, strict=True):
         if not count:
             continue
         _, loss = functional_call(model, weights, (inputs[a:b], targets[a:b]))
-        found = torch.autograd.grad(loss, list(weights.values()))
-        for total, gradient in zip(sums.values(), found, strict=True):
-            total += gradient.double() * count
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        for name, gradient in zip(weights, found, strict=True):
+            if gradient is not None:
+                sums[name] = sums.get(name, 0.0) + gradient.double() * count
         mean += loss.detach().double() * count
-    for name, p in weights.items():
-        gradient = (sums[name] / sum(counts)).to(p.dtype)
+    for name, total in sums.items():
+        p = weights[name]
+        gradient = (total / sum(counts)).to(p.dtype)
         p.grad = gradient if p.grad is None else p.grad + gradient
     return (mean / sum(counts)).to(torch.float32)
 

@@ -18,8 +18,9 @@ class Table(nn.Module):
         super().__init__()
         self.rows = nn.Embedding(11, 6)
         self.layers = Layers(6)
+        self.unused = nn.Linear(6, 6)
 
-    def of_tokens(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         return self.layers(self.rows(tokens))
 
     def of_no_tensor(self, nothing: None, factor: int) -> Tensor:
@@ -28,7 +29,7 @@ class Table(nn.Module):
 
 WITHOUT = {
     "of a tensor that needs no gradient": lambda table, x, tokens: (table.layers, x),
-    "of tokens": lambda table, x, tokens: (table.of_tokens, tokens),
+    "of tokens": lambda table, x, tokens: (table, tokens),
     "of None and a number": lambda table, x, tokens: (table.of_no_tensor, None, 3),
 }
 
@@ -81,7 +82,14 @@ def weights_learn_where_no_input_needs_a_gradient(trial: Trial) -> None:
         )
         trial.close(f"the output of a checkpoint {case}", mine["output"], plain["output"])
         for name, expected in plain["gradients"].items():
-            if expected is not None:
+            if expected is None:
+                trial.require(
+                    mine["gradients"][name] is None,
+                    f"{name}, a weight that a checkpoint {case} does not use, has a gradient afterwards",
+                    help="backward() leaves it at None: an optimizer skips None, and decays a weight whose "
+                    "gradient is 0.",
+                )
+            else:
                 trial.close(
                     f"the gradient of {name}, a weight inside a checkpoint {case},",
                     mine["gradients"][name],

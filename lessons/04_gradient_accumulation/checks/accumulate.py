@@ -45,6 +45,8 @@ class Case:
     """A weight is NaN."""
     smoothing: float = 0.0
     """Above 0, the model's loss is not the plain cross entropy of its logits."""
+    unused: bool = False
+    """The model has a layer more, which its loss does not reach."""
 
     @property
     def told(self) -> str:
@@ -57,6 +59,8 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         model = build(GPTConfig(**case["config"]), case["seed"], case["smoothing"]).to(rank.device)
+        if case["unused"]:
+            model.unused = torch.nn.Linear(2, 3, device=rank.device)
         model.train(case["training"])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in case["frozen"])
@@ -317,7 +321,7 @@ def observe_modes(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
     config = draw_config(trial, dropout=0.2)
     frozen = ("transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight")
     plain = ignoring(trial, batch(trial, 6, 3, config=config))
-    return observe(trial, [plain, replace(plain, training=False, frozen=frozen)])
+    return observe(trial, [plain, replace(plain, training=False, frozen=frozen, unused=True)])
 
 
 @check("accumulate_gradients")
@@ -420,5 +424,14 @@ def frozen_parameters_keep_none(trial: Trial) -> None:
         for name in case.frozen:
             message = f"{name} (requires_grad False) got a gradient"
             trial.require(result["gradients"][name] is None, message, help="backward() leaves it at None.")
+        for name, gradient in result["gradients"].items():
+            zeros = isinstance(gradient, Tensor) and not gradient.any()
+            trial.require(
+                gradient is None or not name.startswith("unused"),
+                f"{name}, a trainable weight that the loss does not reach, has a gradient",
+                help="backward() leaves it at None: an optimizer skips None, and decays a weight whose "
+                "gradient is 0.",
+                cause="it has zeros in .grad" if zeros else "",
+            )
     case, result = trial.once(observe_modes)[1]  # evaluation mode: no dropout, so one pass can be compared
     require_one_pass(trial, [(case, result)], "Frozen parameters change nothing for the others.")
