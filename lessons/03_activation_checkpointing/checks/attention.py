@@ -327,7 +327,11 @@ def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> 
     give_generators(dropouts, seed + len(cores), rank.device)
     one, two = model(idx)[0], model(idx.flip(1))[0]
     (one.square().mean() + two.sin().mean()).backward()
-    return {"gradients": gradients(before), "drawn": [next_numbers(each.generator) for each in dropouts]}
+    return {
+        "gradients": gradients(before),
+        "drawn": [next_numbers(each.generator) for each in dropouts],
+        "calls": [core.calls for core in cores],
+    }
 
 
 @check("recompute_attention")
@@ -341,10 +345,19 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     def run(how: str) -> dict:
         return trial.run(own_generators, how, *inputs, seeds=seeds)[0]
 
+    mine = run("mine")
+    *others, last = mine["calls"]
+    trial.require(
+        any(others) or not last,
+        f"the core of the last block ran {last} times, and those of the blocks before it never did",
+        cause="every block runs the last block's core: a function made in a loop looks its variables up when "
+        "it is called",
+        help="Give each function its own core when it is made: functools.partial(function, core.forward).",
+    )
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]
     slips[LAST_CORES] = lambda: run("last alone")["gradients"]
-    close_with_generators(trial, run("mine"), run("plain"), slips)
+    close_with_generators(trial, mine, run("plain"), slips)
 
 
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> int:
