@@ -22,6 +22,10 @@ exercise(
         "and receive a contiguous copy, and copy the result back.",
     ),
 )
+COUNT_PLACES = (
+    "Count places as (rank - source) % n, and go back by (place + source) % n. rank ^ source stays in 0 to "
+    "n - 1 only where n is a power of two."
+)
 FEW = (2, 1, 4, 3)  # eight ranks are for the shape of the tree alone, and five for where it ends
 
 
@@ -65,6 +69,11 @@ def never_told(trial: Trial, seen: SimpleNamespace, i: int) -> tuple[str, str]:
         return "", ""
     rounds = n.bit_length() - 1
     some = f"no message goes to rank {' or '.join(map(str, left))}"
+    if case.source and is_right_from_source_0(trial):  # so that all rounds are there
+        return (
+            f"{some}. With source 0 every rank is told: here, ranks are miscounted from the source",
+            COUNT_PLACES,
+        )
     if {(r - case.source) % n for r in left} != set(range(2**rounds, n)):
         return some, "Who has the tensor sends it to one that has not, until nobody is left without it."
     return (
@@ -133,10 +142,7 @@ def every_rank_has_the_sources_tensor(trial: Trial) -> None:
                 ". With source 0 all is right: counted from another source, places, or the way back from "
                 "them to ranks, leave 0 to n - 1"
             )
-            end.help = (
-                "Count places as (rank - source) % n, and go back by (place + source) % n. rank ^ source "
-                "stays in 0 to n - 1 only where n is a power of two."
-            )
+            end.help = COUNT_PLACES
         raise
     require_the_sources(
         trial,
