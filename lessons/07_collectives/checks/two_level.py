@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import COLLECTIVES, Event, Recording, Trial, check, exercise
+from grader.checks import COLLECTIVES, Event, Fault, Recording, Trial, check, exercise
 
 from .cases import Case, draw, dtypes, lay_out, layouts, require_between, require_in_place, sizes
 from .traffic import SMALL, events, require_waits
@@ -107,7 +107,7 @@ def observe_slow(trial: Trial) -> list[SimpleNamespace]:
     return ask(trial, [draw(trial, 20_000 * trial.num_ranks)], delays=True)
 
 
-def slips(case: Case, machines: Machines) -> dict[str, list[Tensor]]:
+def slips(case: Case, machines: Machines) -> dict[str, list[Tensor] | Fault]:
     """What known slips would have left in the tensors."""
     n, total = len(case.values), case.total
     machine = {r: row for row in machines for r in row}
@@ -130,13 +130,20 @@ def slips(case: Case, machines: Machines) -> dict[str, list[Tensor]]:
         return rows
 
     even = case.num_elements // size * size
-    left_over = [value.flatten().clone() for value in case.values]
-    for row in left_over:
-        row[:even] = total.flatten()[:even]
+    rest = "the left-over elements, where the size is not divisible by a machine's ranks, were "
+    step = (
+        "Every element takes the same three steps: ring_reduce_scatter fills up a size that does not divide, "
+        "and the gathered tensor is cut to the size that was given."
+    )
     rounded = {
-        "the left-over elements, where the size is not divisible by a machine's ranks, were not summed": [
-            row.view_as(total) for row in left_over
-        ]
+        rest + what: Fault(
+            [torch.cat([total.flatten()[:even], row.flatten()[even:]]).view_as(total) for row in rows], step
+        )
+        for what, rows in {
+            "not summed": case.values,
+            "summed inside the machine alone, not across": inside,
+            "summed across machines alone, not inside": outside,
+        }.items()
     }
     return (rounded if 0 < even < case.num_elements else {}) | {
         "what it held before: the sum was not written into the tensor that was given": case.values,
@@ -195,7 +202,11 @@ def every_rank_has_the_sum(trial: Trial) -> None:
 @check("two_level_all_reduce")
 def any_size_is_reduced(trial: Trial) -> None:
     """Sizes that are not divisible by n or by m, smaller than n, 0-dim, many dimensions."""
-    require_sums(trial, trial.once(observe_odd), "Cut off the padding at the end.")
+    require_sums(
+        trial,
+        trial.once(observe_odd),
+        "Every element is summed over all ranks, also where a size leaves a rest.",
+    )
 
 
 @check("two_level_all_reduce")
