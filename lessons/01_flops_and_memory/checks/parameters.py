@@ -1,5 +1,6 @@
 """Checks of `count_parameters`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -27,27 +28,47 @@ def count(trial: Trial) -> Answers:
     return Answers(trial, "count_parameters", [(config,) for config in configs], parameters)
 
 
-MOVED = (
-    "the mlp's c_proj, h by 4h, is counted here: attention's has the same name. What attention has too many, "
-    "mlp has too few"
-)
-
-
-def moved(config: GPTConfig) -> int:
+def mlp_projection(config: GPTConfig) -> int:
     """The parameters of the mlps' c_proj: from 4h to h in every block."""
     return config.n_layer * config.n_embd * (4 * config.n_embd + config.bias)
 
 
-def with_moved(config: GPTConfig) -> dict[str, float]:
-    """What attention has where they stand in it."""
-    return {MOVED: parameters(config)["attention"] + moved(config)}
+def last_norm(config: GPTConfig) -> int:
+    """The parameters of ln_f."""
+    return config.n_embd * (1 + config.bias)
 
 
-def is_moved(answers: Answers, where: Where) -> bool:
-    """Whether the mlps' c_proj is missing in `mlp` and stands in `attention`, for all calls."""
-    attention, mlp = (answers.select(part, where, 0.0) for part in ("attention", "mlp"))
-    too_many = all(whole(each.given) == each.true + moved(*each.call) for each in attention)
-    return too_many and all(whole(each.given) == each.true - moved(*each.call) for each in mlp)
+MOVES = {
+    ("mlp", "attention"): (
+        "the mlp's c_proj, h by 4h, is counted here: attention's has the same name. What attention has too "
+        "many, mlp has too few",
+        mlp_projection,
+    ),
+    ("norm", "embedding"): (
+        "the last norm, ln_f, is counted here. What embedding has too many, norm has too few",
+        last_norm,
+    ),
+}
+"""The part that something belongs to and the part that it is counted in → how that reads, and its size."""
+
+
+def moved(answers: Answers, where: Where, part: str) -> dict[str, Callable[[GPTConfig], int]]:
+    """What this part has too much in all calls, where the part that it belongs to has it too little."""
+
+    def off(other: str, sign: int, size: Callable[[GPTConfig], int]) -> bool:
+        asked = answers.select(other, where, 0.0)
+        return all(whole(each.given) == each.true + sign * size(*each.call) for each in asked)
+
+    return {
+        told: size
+        for (owner, counted_in), (told, size) in MOVES.items()
+        if part == counted_in and off(part, 1, size) and off(owner, -1, size)
+    }
+
+
+def moved_slips(part: str, found: dict[str, Callable[[GPTConfig], int]], c: GPTConfig) -> dict[str, float]:
+    """What the part has with what does not belong to it."""
+    return {told: parameters(c)[part] + size(c) for told, size in found.items()}
 
 
 def parameter_slips(part: str, c: GPTConfig) -> dict[str, float]:
@@ -98,9 +119,8 @@ def biases_count_with_their_layer(trial: Trial) -> None:
 
 def compare_parts(trial: Trial, where: Where, help: str) -> None:
     for part in ("embedding", "attention", "mlp", "norm"):
-        slips = partial(parameter_slips, part)
-        if part == "attention" and is_moved(trial.once(count), where):
-            slips = with_moved
+        found = moved(trial.once(count), where, part)
+        slips = partial(moved_slips, part, found) if found else partial(parameter_slips, part)
         measured(trial, trial.once(count), part, slips=slips, help=help, where=where)
 
 
