@@ -1,6 +1,7 @@
 """Checks of `activation_bytes`."""
 
 from itertools import combinations
+from typing import Any
 
 from grader.checks import Answers, Trial, check, exercise, named_cause, require_whole_numbers, whole
 from nanogpt.model import GPTConfig
@@ -175,6 +176,17 @@ def without_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
     ]
 
 
+COPIED = "q, k and v are copied out of c_attn's output: it is not kept beside scaled q and k, and v"
+WIDE_MASK = "the MLP's dropout comes after c_proj: its mask is a tensor of (b, s, h), and not of (b, s, 4h)"
+COPIED_OR_WIDE = f"each layer has three tensors of (b, s, h) too many. Either {COPIED}; or {WIDE_MASK}"
+
+
+def copied_or_wide(answers: Answers, where: Where) -> str:
+    """Of two slips that give one total, the one whose part is not as measured, where the other's is."""
+    attention, mlp = (all(a.right for a in answers.select(x, where, 0.0)) for x in ("attention", "mlp"))
+    return COPIED_OR_WIDE if attention == mlp else WIDE_MASK if attention else COPIED
+
+
 def with_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
     """Slips in masks, and in what the plain core keeps."""
     tokens, layers = b * s, c.n_layer
@@ -234,11 +246,7 @@ def with_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
         ),
         ("width", "scaled queries and scaled keys are missing: the plain core keeps both", -2 * width),
         ("width", "the core's output is kept once: it is the input of c_proj too", width),
-        (
-            "width",
-            "q, k and v are copied out of c_attn's output: it is not kept beside scaled q and k, and v",
-            3 * width,
-        ),
+        ("width", COPIED_OR_WIDE, 3 * width),
     ]
 
 
@@ -317,5 +325,9 @@ def compare_saved(trial: Trial, where: Where, tolerance: float = 0.0) -> None:
             listed = "; ".join(f"{part} {given.get(part)}, measured {true[part]}" for part in parts)
             help = f"If a storage counts as its first keeper's, these parts differ: {listed}."
             break
-    slips = large_slips if tolerance else activation_slips
-    measured(trial, answers, "total", slips=slips, help=help, where=where, tolerance=tolerance)
+    slips, which = large_slips if tolerance else activation_slips, copied_or_wide(answers, where)
+
+    def told(*call: Any) -> dict[str, float]:
+        return {text.replace(COPIED_OR_WIDE, which): n for text, n in slips(*call).items()}
+
+    measured(trial, answers, "total", slips=told, help=help, where=where, tolerance=tolerance)
