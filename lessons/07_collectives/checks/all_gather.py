@@ -9,7 +9,17 @@ from torch import Tensor
 
 from grader.checks import Fault, Trial, check, exercise
 
-from .cases import Case, ask, draw, dtypes, fits_any, layouts, require_tensors, require_untouched
+from .cases import (
+    Case,
+    ask,
+    draw,
+    dtypes,
+    fits_any,
+    layouts,
+    require_own_memory,
+    require_tensors,
+    require_untouched,
+)
 from .ring_rules import other_rules
 from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
@@ -131,6 +141,7 @@ def require_gathered(
 def shards_stand_in_the_order_of_ranks(trial: Trial) -> None:
     """Every rank returns all shards, rank 0's first."""
     require_gathered(trial, trial.once(observe_plain), of=torch.float32)
+    require_own_memory(trial, "ring_all_gather", lambda: trial.normal(5, 3))
 
 
 @check("ring_all_gather", subgroup=False)

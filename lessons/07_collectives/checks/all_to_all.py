@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grader.checks import CheckEnded, Fault, Trial, check, exercise
 
+from .cases import require_own_memory
 from .exchanges import (
     ROUND_K,
     Exchange,
@@ -151,6 +152,7 @@ def every_tensor_reaches_its_owner(trial: Trial) -> None:
         "tensors[to] goes to rank `to`; what comes from rank `source` is entry `source`.",
         of=torch.float32,
     )
+    require_own_memory(trial, "all_to_all", lambda: [trial.normal(5) for _ in range(trial.num_ranks)])
 
 
 @check("all_to_all", subgroup=False)

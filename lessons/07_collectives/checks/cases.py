@@ -248,6 +248,29 @@ def require_in_place(
     )
 
 
+def called_twice(rank: Any, name: str, one: Any, other: Any) -> bool:
+    """The probe: whether what a call returned, a tensor or a list, is as it was after another call."""
+    function, layer = getattr(rank.submission, name), [torch.neg] * (name == "relay_microbatches")
+    returned = function(*layer, one, rank.group)
+    tensors = [returned] if isinstance(returned, Tensor) else list(returned or [])
+    before = [tensor.clone() for tensor in tensors]
+    function(*layer, other, rank.group)
+    return all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+
+
+def require_own_memory(trial: Trial, name: str, given: Callable[[], Any]) -> None:
+    """Another call, with other numbers of the same shapes, leaves what was returned. `given` draws them."""
+    calls = [(given(), given()) for _ in range(trial.num_ranks)]
+    for r, same in enumerate(trial.run(called_twice, name, per_rank=calls)):
+        trial.require(
+            same,
+            "what it returned has other numbers after another call, with tensors of the same shapes",
+            cause="the result lies in memory that is kept from call to call: the next call writes into it",
+            help="Return new memory in each call: a buffer that is kept is for work, and not for a result.",
+            rank=r,
+        )
+
+
 def fits_any(actual: Sequence[Tensor], known: dict[str, list[Tensor] | Tensor | Fault]) -> bool:
     """Whether one of these slips gives every rank's tensor."""
     plain = (value.values if isinstance(value, Fault) else value for value in known.values())

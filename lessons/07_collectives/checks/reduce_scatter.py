@@ -9,7 +9,18 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .cases import Case, ask, draw, dtypes, fits_any, layouts, require_tensors, require_untouched, sizes
+from .cases import (
+    Case,
+    ask,
+    draw,
+    dtypes,
+    fits_any,
+    layouts,
+    require_own_memory,
+    require_tensors,
+    require_untouched,
+    sizes,
+)
 from .ring_rules import other_rules, partial_sums
 from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
@@ -140,6 +151,7 @@ def require_chunks(trial: Trial, case: Case, answers: list[dict[str, Any]]) -> N
 def shards_are_chunks_of_the_sum(trial: Trial) -> None:
     """Rank r returns chunk r of the sum over all ranks."""
     require_shards(trial, trial.once(observe_even), of=torch.float32)
+    require_own_memory(trial, "ring_reduce_scatter", lambda: trial.normal(3 * trial.num_ranks))
 
 
 @check("ring_reduce_scatter", subgroup=False)

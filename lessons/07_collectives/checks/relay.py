@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise, is_close
 
+from .cases import require_own_memory
 from .traffic import SMALL, require_messages_alone, unwaited
 
 exercise(
@@ -188,6 +189,7 @@ def slow_receivers_get_every_microbatch(trial: Trial) -> None:
         trial.once(observe_slow_receivers),
         "A tensor given to isend must not be changed or freed before wait() of what isend returned.",
     )
+    require_own_memory(trial, "relay_microbatches", lambda: [trial.normal(3, 4) for _ in range(3)])
 
 
 @check("relay_microbatches", world_sizes=(2, 3), subgroup=False)
