@@ -133,6 +133,38 @@ def step(
     }
 
 
+KEPT_ONCE = "it is that of the second loss: what is kept for backward lies in memory that all calls share"
+
+
+def two_losses(rank: Any, how: str, size: int, given: tuple[Tensor, Tensor, Tensor]) -> dict:
+    """Two losses of one head, the gradients of both, and the first before and after the second is there."""
+    function = rank.submission.chunked_cross_entropy if how == "mine" else whole
+    x, weight, targets = given
+    one, other, weight = (tensor.clone().requires_grad_() for tensor in (x, x.flip(0), weight))
+    loss = function(one, weight, targets, size)
+    before = loss.detach().clone()
+    another = function(other, weight, targets, size)
+    after = loss.detach().clone()
+    gradients = torch.autograd.grad(loss + another, (one, other, weight))
+    return {"before": before, "after": after, "gradients": gradients}
+
+
+def require_two_losses(trial: Trial, seen: SimpleNamespace) -> None:
+    """A loss and what it keeps for backward stay while another one is computed."""
+    mine, right = (trial.run(two_losses, how, seen.size, seen.given)[0] for how in ("mine", "whole"))
+    help = "Return new memory in each call, and keep new memory for backward."
+    trial.close("a loss, once another one is computed,", mine["after"], mine["before"], rtol=0.0, help=help)
+    names = ("x", "the second loss's x", "weight")
+    for name, given, expected in zip(names, mine["gradients"], right["gradients"], strict=True):
+        trial.close(
+            f"the gradient of {name}, where two losses are computed before backward,",
+            given,
+            expected,
+            alternatives={KEPT_ONCE: right["gradients"][1]} if name == "x" else {},
+            help=help,
+        )
+
+
 def inputs(trial: Trial, tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = trial.normal(tokens, width), trial.normal(vocabulary, width)
     return x, weight, trial.tokens(vocabulary, tokens)
@@ -220,6 +252,7 @@ def loss_and_gradients_are_those_of_the_whole(trial: Trial) -> None:
     ended(trial, seen, 1, dtype=torch.float64)
     for size in (len(seen.given[0]), len(seen.given[0]) + 3):
         ended(trial, seen, size)
+    require_two_losses(trial, seen)
 
 
 @check("chunked_cross_entropy")
