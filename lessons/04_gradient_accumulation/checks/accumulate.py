@@ -40,6 +40,8 @@ class Case:
     training: bool = True
     before: dict[str, Tensor] | None = None
     """What stands in `.grad` before the call."""
+    twice: bool = False
+    """It stands there because an earlier call, with the tokens from back to front, has left it there."""
     frozen: tuple[str, ...] = ()
     broken: bool = False
     """A weight is NaN."""
@@ -64,7 +66,7 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         model.train(case["training"])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in case["frozen"])
-            if case["before"]:
+            if case["before"] and not case["twice"]:
                 parameter.grad = case["before"][name].clone()
         if case["broken"]:
             with torch.no_grad():
@@ -76,6 +78,8 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         drop.register_forward_pre_hook(lambda module, _, modes=modes: modes.append(module.training))
         inputs, targets = case["inputs"].clone(), case["targets"].clone()
         rank.seed(case["seed"])
+        if case["twice"]:
+            rank.submission.accumulate_gradients(model, inputs.flip(1), targets, case["num_microbatches"])
         loss = rank.submission.accumulate_gradients(model, inputs, targets, case["num_microbatches"])
         is_tensor = isinstance(loss, Tensor)
         results.append(
@@ -266,12 +270,20 @@ def agree(actual: Any, expected: Tensor) -> bool:
     return isinstance(actual, Tensor) and is_close(actual, expected)
 
 
+SHARED = (
+    "what the call before left in .grad is gone, and this call's part counts twice: .grad lies in memory "
+    "that both calls write into"
+)
+
+
 def kept_slips(case: Case, name: str, added: Tensor) -> dict[str, Tensor]:
     """What becomes of a gradient that was there before, when it is not left alone."""
     if case.before is None:
         return {}
     before = case.before[name].double()
     found = {"what stood in .grad before is gone: add to it, as backward does": added, "nothing came": before}
+    if case.twice:
+        found[SHARED] = 2 * added
     divisors = {"num_microbatches": case.num_microbatches, "the counted targets": counted(case.targets)}
     for text, divisor in divisors.items():
         found[f"what stood in .grad before was divided by {text}, too"] = before / divisor + added
@@ -309,7 +321,9 @@ def observe_kept(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
     for case in (batch(trial, 6, 3), ignoring(trial, batch(trial, 6, 2)), batch(trial, 3, 1)):
         parameters = build(case.config, case.seed).named_parameters()
         cases.append(replace(case, before={name: trial.normal(*p.shape) for name, p in parameters}))
-    return observe(trial, cases)
+    case = batch(trial, 6, 2)
+    _, left = weighted(case.config, case.seed, [(case.inputs.flip(1), case.targets, 1.0)])
+    return observe(trial, [*cases, replace(case, before=left, twice=True)])
 
 
 def observe_own_loss(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
