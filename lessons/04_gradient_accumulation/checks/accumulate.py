@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise, is_close
+from grader.checks import Fault, Trial, check, exercise, is_close
 from nanogpt.model import GPTConfig
 
 from .models import Part, build, counted, draw_config, gradients, weighted
@@ -276,14 +276,18 @@ SHARED = (
 )
 
 
-def kept_slips(case: Case, name: str, added: Tensor) -> dict[str, Tensor]:
+def kept_slips(case: Case, name: str, added: Tensor) -> dict[str, Tensor | Fault]:
     """What becomes of a gradient that was there before, when it is not left alone."""
     if case.before is None:
         return {}
     before = case.before[name].double()
-    found = {"what stood in .grad before is gone: add to it, as backward does": added, "nothing came": before}
+    found: dict[str, Tensor | Fault] = {
+        "what stood in .grad before is gone: add to it, as backward does": added,
+        "nothing came": before,
+    }
     if case.twice:
-        found[SHARED] = 2 * added
+        step = "Give .grad new memory, as backward() does: what is kept for the next call is no gradient."
+        found[SHARED] = Fault(2 * added, step)
     divisors = {"num_microbatches": case.num_microbatches, "the counted targets": counted(case.targets)}
     for text, divisor in divisors.items():
         found[f"what stood in .grad before was divided by {text}, too"] = before / divisor + added
