@@ -10,6 +10,7 @@ from grader.checks import BACKWARD, Trial, backward, each_rank, is_close
 
 from .cut_gpt import local
 from .evaluation import evaluates_alike, without_gradients
+from .results import overwritten, results_stay
 
 Draw = Callable[[Trial, str, torch.dtype], SimpleNamespace]
 """For a function's name: `xs` and `upstreams` by rank, and what is right, `outputs` and `gradients`."""
@@ -57,6 +58,12 @@ def bytes_held(y: object) -> int:
         return local(y).untyped_storage().nbytes()
     except (AttributeError, RuntimeError):
         return 0
+
+
+def twice_probe(rank, name: str, x: Tensor, upstream: Tensor) -> list[str]:
+    """What a second call of a function changes of the first one's results."""
+    function = getattr(rank.submission, name)
+    return overwritten(lambda x: function(x, rank.group), x, upstream=upstream)
 
 
 def quiet_probe(rank, name: str, x: Tensor) -> dict:
@@ -118,6 +125,12 @@ class Pairs:
             for result, each in zip(plain.results, silent, strict=True)
         ]
         evaluates_alike(trial, results)
+
+    def keep_results(self, trial: Trial, name: str) -> None:
+        """A second call leaves the first one's results alone."""
+        plain = self.plain(trial, name)
+        runs = list(zip(plain.xs, plain.upstreams, strict=True))
+        results_stay(trial, trial.run(twice_probe, name, per_rank=runs))
 
     def take_any_kind(self, trial: Trial, name: str) -> None:
         """Other dtypes, and tensors that lie differently in memory on different ranks."""

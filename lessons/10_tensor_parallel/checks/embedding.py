@@ -21,6 +21,7 @@ from grader.checks import (
 from lessons_shared.cut_gpt import describe, row_ranges
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import undividable
+from lessons_shared.results import overwritten, results_stay
 from lessons_shared.wire import nothing_travels
 
 from .shared import SIZES, one_all_reduce
@@ -72,6 +73,7 @@ def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor, other: Ten
         "held": held["held"],
         "weights": held["weights"],
         "evaluation": in_evaluation(layer, idx),
+        "overwritten": overwritten(layer, idx),
     }
 
 
@@ -321,3 +323,10 @@ def embedding_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() the output is that of training."""
     for name, seen in trial.once(observe_embedding).items():
         evaluates_alike(trial, seen.results, name)
+
+
+@check("VocabParallelEmbedding", world_sizes=(2,), subgroup=False)
+def embedding_keeps_its_results(trial: Trial) -> None:
+    """What a call returned stays when another one of these shapes is made."""
+    for seen in trial.once(observe_embedding).values():
+        results_stay(trial, each_rank(seen, "overwritten"))

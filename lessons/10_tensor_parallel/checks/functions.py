@@ -153,6 +153,12 @@ def takes_any_layout_and_dtype(trial: Trial) -> None:
 
 
 @check("copy_to_group", world_sizes=(2,), subgroup=False)
+def copy_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    PAIRS.keep_results(trial, "copy_to_group")
+
+
+@check("copy_to_group", world_sizes=(2,), subgroup=False)
 def copy_works_without_gradients(trial: Trial) -> None:
     """Under torch.no_grad() the output is the same."""
     PAIRS.work_without_gradients(trial, "copy_to_group")
@@ -233,6 +239,12 @@ def takes_any_layout_and_dtype_too(trial: Trial) -> None:
 
 
 @check("reduce_from_group", world_sizes=(2,), subgroup=False)
+def reduce_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    PAIRS.keep_results(trial, "reduce_from_group")
+
+
+@check("reduce_from_group", world_sizes=(2,), subgroup=False)
 def reduce_works_without_gradients(trial: Trial) -> None:
     """Under torch.no_grad() the output is the same."""
     PAIRS.work_without_gradients(trial, "reduce_from_group")
@@ -291,6 +303,12 @@ def gather_leaves_its_inputs_alone(trial: Trial) -> None:
 def gather_takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "gather_from_group")
+
+
+@check("gather_from_group", world_sizes=(2,), subgroup=False)
+def gather_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    PAIRS.keep_results(trial, "gather_from_group")
 
 
 @check("gather_from_group", world_sizes=(2,), subgroup=False)
@@ -385,6 +403,12 @@ def scatter_leaves_its_inputs_alone(trial: Trial) -> None:
 def scatter_takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "scatter_to_group")
+
+
+@check("scatter_to_group", world_sizes=(2,), subgroup=False)
+def scatter_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    PAIRS.keep_results(trial, "scatter_to_group")
 
 
 @check("scatter_to_group", world_sizes=(2,), subgroup=False)

@@ -20,6 +20,7 @@ from lessons_shared.cut_gpt import (
 )
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import refusal_of
+from lessons_shared.results import overwritten, results_stay
 
 
 def linear_probe(rank, kind: str, cases: list[dict]) -> list[dict]:
@@ -56,6 +57,7 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         "shared": shared,
         "evaluation": in_evaluation(layer, x, case["upstream"]),
         "frozen": where_frozen(layer, case),
+        "overwritten": overwritten(layer, case["x"], upstream=case["upstream"]),
         "recording": recording,
     }
 
@@ -190,6 +192,12 @@ def same_in_evaluation(trial: Trial, kind: str) -> None:
     """In eval mode and under no_grad a layer does what it does in training."""
     for name, seen in trial.once(LINEAR[kind]).items():
         evaluates_alike(trial, seen.results, name)
+
+
+def layer_keeps_its_results(trial: Trial, kind: str) -> None:
+    """A second call of a layer leaves the first one's results alone."""
+    for seen in trial.once(LINEAR[kind]).values():
+        results_stay(trial, each_rank(seen, "overwritten"))
 
 
 def dtype_probe(rank, kind: str, size: int) -> dict:

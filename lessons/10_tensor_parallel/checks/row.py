@@ -19,6 +19,7 @@ from .linears import (
     LINEAR,
     copies,
     dtype_stays,
+    layer_keeps_its_results,
     linear_refusal_probe,
     require_where_frozen,
     same_in_evaluation,
@@ -215,3 +216,9 @@ def row_refuses_what_does_not_divide(trial: Trial) -> None:
 def row_is_the_same_in_evaluation(trial: Trial) -> None:
     """In eval mode and under torch.no_grad() outputs and gradients are those of training."""
     same_in_evaluation(trial, "RowParallelLinear")
+
+
+@check("RowParallelLinear", world_sizes=(2,), subgroup=False)
+def row_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    layer_keeps_its_results(trial, "RowParallelLinear")

@@ -159,6 +159,12 @@ def gather_takes_any_dtype_and_layout(trial: Trial) -> None:
 
 
 @check("gather_sequence", world_sizes=(2,), subgroup=False)
+def gather_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    PAIRS.keep_results(trial, "gather_sequence")
+
+
+@check("gather_sequence", world_sizes=(2,), subgroup=False)
 def gather_works_without_gradients(trial: Trial) -> None:
     """Under torch.no_grad() the output is the same."""
     PAIRS.work_without_gradients(trial, "gather_sequence")
@@ -223,6 +229,12 @@ def reduce_scatter_leaves_its_inputs_alone(trial: Trial) -> None:
 def reduce_scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "reduce_scatter_sequence")
+
+
+@check("reduce_scatter_sequence", world_sizes=(2,), subgroup=False)
+def reduce_scatter_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    PAIRS.keep_results(trial, "reduce_scatter_sequence")
 
 
 @check("reduce_scatter_sequence", world_sizes=(2,), subgroup=False)
@@ -305,6 +317,12 @@ def scatter_leaves_its_inputs_alone(trial: Trial) -> None:
 def scatter_takes_any_dtype_and_layout(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
     PAIRS.take_any_kind(trial, "scatter_sequence")
+
+
+@check("scatter_sequence", world_sizes=(2,), subgroup=False)
+def scatter_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    PAIRS.keep_results(trial, "scatter_sequence")
 
 
 @check("scatter_sequence", world_sizes=(2,), subgroup=False)

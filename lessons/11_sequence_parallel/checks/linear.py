@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
 from lessons_shared.evaluation import evaluates_alike, without_gradients
+from lessons_shared.results import overwritten, results_stay
 from lessons_shared.wire import sends_at_most
 
 from .shared import SIZES, alive_before_backward, mark_backward
@@ -56,10 +57,15 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
         backward(y, upstream)
     gradients = [None if leaf is None or leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     backward(rank.submission.gathered_linear(*leaves, rank.group), upstream)
+
+    def without_bias(x: Tensor, weight: Tensor) -> Tensor:
+        return rank.submission.gathered_linear(x, weight, None, rank.group)
+
     silent = without_gradients(rank.submission.gathered_linear, *leaves, rank.group)
     return {
         "output": y,
         "evaluation": {"silent": silent},
+        "overwritten": overwritten(without_bias, x, weight, upstream=upstream),
         "x": gradients[0],
         "weight": gradients[1],
         "bias": gradients[2],
@@ -273,3 +279,10 @@ def linear_works_without_gradients(trial: Trial) -> None:
     """Under torch.no_grad() the output is the same."""
     for seen in trial.once(observe_linear):
         evaluates_alike(trial, seen.results)
+
+
+@check("gathered_linear", world_sizes=(2,), subgroup=False)
+def linear_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    for seen in trial.once(observe_linear):
+        results_stay(trial, each_rank(seen, "overwritten"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grader.checks import Trial, is_close
 from lessons_shared.evaluation import without_gradients
+from lessons_shared.results import overwritten
 
 from .frozen import NEEDING, gradients_of_some
 from .ring_slips import by_parts
@@ -50,12 +51,18 @@ def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upst
     leaves = [x.clone().requires_grad_() for x in parts]
     out = attention_of(*leaves, rank.group)
     found = {"out": out, "gradients": [None] * 3, "between": [None] * 3, "outlived": False}
+    found["overwritten"] = []
     if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
         d_out = upstream.transpose(1, 2).to(out.dtype)
         out.backward(d_out)
         found["gradients"] = [x.grad for x in leaves]
         found["between"], found["outlived"] = between_two_others(attention_of, rank.group, parts, d_out)
         if more:
+
+            def attend(*given: Tensor) -> Tensor:
+                return attention_of(*given, rank.group)
+
+            found["overwritten"] = overwritten(attend, *parts, upstream=d_out)
             found["silent"] = without_gradients(attention_of, *parts, rank.group)
             found["needing"] = {
                 told: gradients_of_some(attention_of, rank.group, parts, d_out, told) for told in NEEDING

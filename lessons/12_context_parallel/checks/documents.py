@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Recording, Trial, check, exercise
+from grader.checks import Recording, Trial, check, each_rank, exercise
+from lessons_shared.results import overwritten, results_stay
 
 from .ring_slips import by_parts
 from .shared import BACKWARD, SIZES, attention, blocks_on_the_wire, causal, plain_positions, went
@@ -280,7 +281,15 @@ def documents_keep_the_dtype_of_q(trial: Trial) -> None:
 
 
 def attend_twice(rank: Any, before: list[Tensor], after: list[Tensor]) -> list[dict]:
-    return [attend(rank, *before), attend(rank, *after)]
+    q, k, v, upstream, documents = after
+
+    def again(*parts: Tensor) -> Tensor:
+        return rank.submission.document_attention(*parts, documents, rank.group)
+
+    results = [attend(rank, *before), attend(rank, *after)]
+    heads = [x.detach().transpose(1, 2) for x in (q, k, v)]  # (b, a, s/n, d)
+    results[1]["overwritten"] = overwritten(again, *heads, upstream=upstream.transpose(1, 2))
+    return results
 
 
 LARGE = 150.0
@@ -356,3 +365,9 @@ def each_call_has_its_own_documents(trial: Trial) -> None:
         others,
         "Make the mask out of the documents that this call was given.",
     )
+
+
+@check("document_attention", first_of=(3, 2))
+def documents_keep_their_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    results_stay(trial, each_rank(trial.once(observe_two_calls).other, "overwritten"))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import CheckEnded, Event, Recording, Trial, check, exercise, tensors_in
+from grader.checks import CheckEnded, Event, Recording, Trial, check, each_rank, exercise, tensors_in
+from lessons_shared.results import results_stay
 
 from . import calls, frozen, grouped, rings
 from .ring_slips import by_parts
@@ -380,3 +381,9 @@ def ulysses_calls_do_not_disturb_each_other(trial: Trial) -> None:
 def ulysses_output_is_the_same_in_validation(trial: Trial) -> None:
     """Under torch.no_grad(), where no backward is to come, the output is the same."""
     frozen.require_silent(trial, trial.once(observe_exact), wrong_outputs)
+
+
+@check("ulysses_attention", world_sizes=(3,), subgroup=False)
+def ulysses_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    results_stay(trial, each_rank(trial.once(observe_exact), "overwritten"))

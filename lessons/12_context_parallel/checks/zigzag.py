@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Trial, check, each_rank, exercise
+from lessons_shared.results import results_stay
 
 from . import calls, frozen, grouped, rings
 from .shared import SIZES, zigzag_positions
@@ -301,3 +302,9 @@ def zigzag_output_is_the_same_in_validation(trial: Trial) -> None:
 def zigzag_gradients_come_where_they_are_needed(trial: Trial) -> None:
     """Of q, k and v some may be frozen: those that need a gradient get it all the same."""
     frozen.require_where_needed(trial, trial.once(observe_exact))
+
+
+@check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
+def zigzag_keeps_its_results(trial: Trial) -> None:
+    """What a call and its backward return stays as it is when others of the same shapes are made."""
+    results_stay(trial, each_rank(trial.once(observe_exact), "overwritten"))
