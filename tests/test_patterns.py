@@ -371,6 +371,14 @@ def test_a_fault_that_makes_nan_of_some_numbers_is_known_by_the_others() -> None
     assert "contains NaN" in cause([torch.full((4, 6), math.nan)] * 2, E2, alternatives=faults)
 
 
+def test_nan_alone_tells_no_fault() -> None:
+    nan = [torch.full((4, 6), math.nan)] * 2
+    assert cause(nan, E2, alternatives={"not reduced": nan}) != "not reduced"
+    some = [e.index_fill(0, torch.tensor([0]), math.nan) for e in E2]
+    assert cause(some, E2, alternatives={"not reduced": some}) == "not reduced"
+    assert cause(nan, E2, alternatives={"0 times NaN": nan}) == "0 times NaN"
+
+
 def test_a_rank_that_has_its_own_part_in_another_order_is_told_so() -> None:
     assert (
         cause([e.flip(0) for e in E4], E4) == "each rank has its own rows, but the rows are in reverse order"

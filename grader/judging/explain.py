@@ -1,7 +1,7 @@
 """Compares tensors with what they should be, and names the likely cause of a difference.
 
 A cause is said only if it explains every rank and every element: those that are wrong, and those that are
-right. A next step is said only where it belongs to the cause.
+right. NaN alone explains nothing, unless the cause speaks of it. A next step is said only where it belongs to the cause.
 """
 
 import math
@@ -176,7 +176,8 @@ def _known(
     fitting = [
         cause
         for cause, fault in faults.items()
-        if all(_is_fault(*each, rtol) for each in zip(actual, fault.values, expected, strict=True))
+        if _tells(cause, fault.values)
+        and all(_is_fault(*each, rtol) for each in zip(actual, fault.values, expected, strict=True))
     ]
     fitting = [cause for cause in fitting if not faults[cause].on_some_ranks] or fitting
     if fitting:
@@ -186,7 +187,9 @@ def _known(
         fits = (
             cause
             for cause, fault in faults.items()
-            if fault.on_some_ranks and _is_fault(actual[rank], fault.values[rank], expected[rank], rtol)
+            if fault.on_some_ranks
+            and _tells(cause, [fault.values[rank]])
+            and _is_fault(actual[rank], fault.values[rank], expected[rank], rtol)
         )
         found.setdefault(next(fits, ""), []).append(rank)
     if "" in found:
@@ -215,6 +218,14 @@ def _fault(value: ByRank | Fault, num_ranks: int) -> Fault:
     fault = value if isinstance(value, Fault) else Fault(value)
     values = [fault.values] * num_ranks if isinstance(fault.values, Tensor) else list(fault.values)
     return Fault(values, fault.step, fault.on_some_ranks)
+
+
+def _tells(cause: str, values: Sequence[Tensor]) -> bool:
+    """Whether what a fault gives can be told from what others give: all NaN look alike.
+
+    Numbers that are NaN throughout are enough for a cause that speaks of NaN: its check has no other.
+    """
+    return "NaN" in cause or not all(bool(value.isnan().all()) for value in values)
 
 
 def _by_rank(terms: Terms | None, num_ranks: int) -> dict[str, Sequence[Tensor]]:

@@ -263,6 +263,8 @@ def loss_is_stable(trial: Trial) -> None:
         seen = trial.once(observe_entropy)[name]
         alternatives = partial(entropy_alternatives, seen, trial.num_ranks)
         require_a_maximum(trial, seen, name)
+        if name == "padded vocabulary":
+            require_no_nan_of_padding(trial, seen)
         trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, alternatives, help=help)
         entropy_gradient(trial, seen, name)
 
@@ -282,6 +284,40 @@ def require_a_maximum(trial: Trial, seen: SimpleNamespace, name: str) -> None:
             rank=rank,
             cause="no largest logit of the whole row is subtracted before exp: nothing is reduced by MAX",
         )
+
+
+def losses_probe(rank, cases: list[Tensor], targets: Tensor) -> list[Tensor]:
+    return [rank.submission.vocab_parallel_cross_entropy(x, targets, rank.group).detach() for x in cases]
+
+
+def require_no_nan_of_padding(trial: Trial, seen: SimpleNamespace) -> None:
+    """Where the loss is NaN, whether -inf makes it, and of which words: -10000 has the same loss."""
+    if not all(isinstance(x, Tensor) and x.isnan().all() for x in each_rank(seen, "loss")):
+        return
+    n = trial.num_ranks
+    finite = seen.logits.clamp(min=-1e4)
+    last = finite.clone()
+    last[:, -1] = float("-inf")
+    shards = [[own_part(x, -1, r, n).contiguous() for x in (finite, last)] for r in range(n)]
+    results = trial.run(losses_probe, per_rank=[(shard, seen.targets) for shard in shards])
+    with_finite, with_last = (
+        all(is_close(result[i], seen.loss.float()) for result in results) for i in range(2)
+    )
+    told = "the loss (padded vocabulary) is nan, and right where -10000 stands in the place of -inf"
+    trial.require(
+        not with_finite or with_last,
+        f"{told}; one column of -inf makes it nan again",
+        cause="0 · -inf, which is NaN: what is not the target's logit is multiplied by 0, as a one-hot row "
+        "does",
+        help="Pick the target's logit by its index, or set the others to 0 with masked_fill or torch.where.",
+    )
+    trial.require(
+        not with_finite,
+        f"{told}; it is right, too, where a rank has words that exist beside those of -inf",
+        cause="all of a rank's words are -inf, its largest logit as well: -inf - -inf and 0 · -inf are NaN",
+        help="Subtract the largest logit of all ranks, which is finite, and set to 0 with masked_fill what "
+        "is picked on a rank that does not have the target.",
+    )
 
 
 def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
