@@ -1,7 +1,8 @@
 """Compares tensors with what they should be, and names the likely cause of a difference.
 
 A cause is said only if it explains every rank and every element: those that are wrong, and those that are
-right. NaN alone explains nothing, unless the cause speaks of it. A next step is said only where it belongs to the cause.
+right. NaN alone explains nothing, unless the cause speaks of it. A next step is said only where it belongs to
+the cause.
 """
 
 import math

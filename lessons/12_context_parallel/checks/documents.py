@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Recording, Trial, check, each_rank, exercise
+from grader.checks import Fault, Recording, Trial, check, each_rank, exercise, is_close
 from lessons_shared.results import overwritten, results_stay
 
 from .ring_slips import by_parts
@@ -158,15 +158,31 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
     return {cause: by_parts(seen, whole) for cause, whole in found.items()}
 
 
+def known_or_sorted(trial: Trial, seen: SimpleNamespace, outs: list) -> dict[str, list[Tensor] | Fault]:
+    """Causes of a wrong output; where none fits, whether the same documents are right in rising numbers."""
+    found = wrong_outputs(seen)
+    if any(all(map(is_close, outs, slip)) for slip in found.values()):
+        return found
+    rising = SimpleNamespace(**vars(seen))
+    rising.documents = seen.documents.diff(dim=1, prepend=seen.documents[:, :1]).ne(0).cumsum(1)
+    sorted_outs = [result["out"] for result in trial.run(attend, per_rank=given(rising))]
+    if all(map(is_close, sorted_outs, by_parts(seen, seen.out.detach()))):
+        told = "where the same documents have rising numbers it is right, and where not, a query sees others"
+        step = "Compare the numbers for equality, each with each: they need not be sorted."
+        found[f"{told}: the numbers are in no order"] = Fault(outs, step)
+    return found
+
+
 @check("document_attention")
 def documents_do_not_see_each_other(trial: Trial) -> None:
     """Each rank's output is its part of causal attention inside each document, which may span ranks."""
     seen = trial.once(observe)
+    outs = [r["out"] for r in seen.results]
     trial.close(
         "the output",
-        [r["out"] for r in seen.results],
+        outs,
         by_parts(seen, seen.out.detach()),
-        lambda: wrong_outputs(seen),
+        lambda: known_or_sorted(trial, seen, outs),
         help="With all keys there, a rank's mask is its s/n rows of the whole (s, s) mask, another one for "
         "each sequence of the batch.",
     )
