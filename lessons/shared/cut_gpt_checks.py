@@ -113,6 +113,17 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             rank=rank,
         )
         trial.require(result["no_loss"], "a loss was returned without targets", rank=rank)
+        keys = ("last in training", "last", "quiet", "last in evaluation")
+        *widths, by_mode = (getattr(result[key], "shape", (0,))[-1] for key in keys)
+        decides = "the mode of the model" if by_mode == v else "whether gradients are wanted"
+        trial.require(
+            trial.num_ranks == 1 or widths != [shape[-1], v, v],
+            f"with targets and without, the logits have {v} columns in evaluation under no_grad, and "
+            f"{shape[-1]} in training ({seen.name})",
+            cause=f"{decides} decides whether logits are gathered",
+            help="Whether there are targets decides, everywhere: gather where the loss is None.",
+            rank=rank,
+        )
     for where, key in (("", "last"), (" in training, without targets", "last in training")):
         trial.close(
             f"the logits of the last position{where} ({seen.name})",

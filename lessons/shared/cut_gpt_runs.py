@@ -44,12 +44,14 @@ def passes(
         held["twice"] = gradients_of(model)
     in_training = local(model(idx)[0].detach())
     model.eval()
+    in_evaluation = local(model(idx)[0].detach())
     with torch.no_grad():
         last, none = model(idx)
         quiet, quiet_loss = model(idx, targets)
     return {
         "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
-        "last in training": in_training, "quiet": local(quiet), "quiet loss": local(quiet_loss),
+        "last in training": in_training, "last in evaluation": in_evaluation,
+        "quiet": local(quiet), "quiet loss": local(quiet_loss),
         "tied": tied(model), "given_back": model is given, "recording": recording, **held,
     }  # fmt: skip
 
