@@ -147,7 +147,7 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
         )
 
 
-def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, passes: int) -> None:
+def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, passes: float) -> None:
     """The rows' gradient under `which` in the results, that of the embedding and that of the head."""
     ranges = ranges_of(seen)
     if ranges is None:
@@ -166,9 +166,9 @@ def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, p
     )
 
 
-def after(passes: int) -> str:
+def after(passes: float) -> str:
     """Words for how often backward ran."""
-    return "" if passes == 1 else f" after {passes} passes"
+    return "" if passes == 1 else " after two passes, the second of half the size,"
 
 
 def sampling_is_right(trial: Trial, function: str, config: dict, length: int) -> None:

@@ -10,6 +10,7 @@ from grader.checks import BACKWARD, Trial
 from nanogpt.model import GPT, GPTConfig
 
 from .cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, tied, train
+from .passes import HALF
 
 
 def dense_on(rank, config: dict, weights: dict) -> GPT:
@@ -40,7 +41,7 @@ def passes(
         loss.backward()
     held = describe(model)
     if twice:
-        model(idx, targets)[1].backward()
+        (HALF * model(idx, targets)[1]).backward()
         held["twice"] = gradients_of(model)
     in_training = local(model(idx)[0].detach())
     model.eval()

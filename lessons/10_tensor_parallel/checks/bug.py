@@ -19,6 +19,7 @@ from grader.checks import (
 )
 from lessons_shared.cut_gpt import describe, own_part
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
 from lessons_shared.wire import wire_bytes
 
 from .branches import dense_branch
@@ -73,7 +74,7 @@ def multi_query_probe(rank, width: int, num_heads: int, weights: dict, x: Tensor
         backward(y, upstream)
     held = describe(layer)
     gradient = None if x.grad is None else x.grad.clone()
-    backward(layer(x), upstream)
+    backward(layer(x), HALF * upstream)
     twice = describe(layer)["gradients"]
     evaluation = in_evaluation(layer, x, upstream)
     return {
@@ -145,13 +146,12 @@ def gradients_of_all_weights_are_complete(trial: Trial) -> None:
         trial.close(
             f"the gradient of {name} after two passes",
             actual,
-            [2 * g for g in expected],
+            [BOTH * g for g in expected],
             alternatives={
                 "summed twice: once in copy_to_group, and once more by the hook": [
-                    2 * n * g for g in expected
+                    BOTH * n * g for g in expected
                 ],
-                "the first pass's is right, and the second's is summed twice: is a hook registered in "
-                "forward, once more at each call?": [(1 + n) * g for g in expected],
+                **sums_of_two_passes(expected, n),
             },
             help="key_value is replicated: its gradient needs one sum over the ranks, no more and no less.",
         )

@@ -24,6 +24,7 @@ from grader.checks import (
 from lessons_shared.cut_gpt import describe, fused_of, own_part, shape_of
 from lessons_shared.cut_gpt_checks import given_one_is_changed
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
 from lessons_shared.refusals import refusal_of
 from lessons_shared.wire import computes_a_share, wire_bytes
 from nanogpt.grouped import GroupedQueryAttention
@@ -71,7 +72,7 @@ def one_grouped(
         backward(y, upstream)
     held = describe(attention)
     gradient = None if x.grad is None else x.grad.clone()
-    backward(attention(x), upstream)
+    backward(attention(x), HALF * upstream)
     return {
         "output": y,
         "gradient": gradient,
@@ -272,7 +273,15 @@ def copies_get_the_whole_gradient(trial: Trial) -> None:
         )
         twice = [fused_of(g)[at] for g, at in zip(each_rank(seen, "twice"), back, strict=True)]
         trial.close(
-            f"the gradient of c_attn after two passes ({seen.told})", twice, [2 * g for g in expected]
+            f"the gradient of the queries' rows of c_attn after two passes ({seen.told})",
+            [g[:num_queries] for g in twice],
+            [BOTH * g[:num_queries] for g in expected],
+        )
+        trial.close(
+            f"the gradient of the keys' and values' rows of c_attn after two passes ({seen.told})",
+            [g[num_queries:] for g in twice],
+            [BOTH * g[num_queries:] for g in expected],
+            alternatives=sums_of_two_passes([g[num_queries:] for g in expected], seen.copies),
         )
         columns = parts(seen.dense.gradients["c_proj.weight"], 1, n)
         trial.close("the gradient of c_proj.weight", each_rank(seen, "gradients", "c_proj.weight"), columns)

@@ -30,6 +30,7 @@ from lessons_shared.cut_gpt_checks import (
 )
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 from lessons_shared.cut_gpt_slips import losses_of_slips
+from lessons_shared.passes import BOTH
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, where, wire_bytes
 from nanogpt.model import GPT, GPTConfig
@@ -156,7 +157,7 @@ def shard_gradients_are_the_dense_models(trial: Trial) -> None:
             trial.close(
                 f"the gradient of {parameter} after two passes ({seen.name})",
                 [g.get(parameter) for g in each_rank(seen, "twice")],
-                [2 * g for g in expected],
+                [BOTH * g for g in expected],
                 alternatives={"that of one pass": expected},
             )
         table_gradients_are_right(trial, seen, "gradients", 1)

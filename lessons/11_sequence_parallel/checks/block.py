@@ -21,13 +21,14 @@ from grader.checks import (
 from lessons_shared.cut_gpt import cut_dim, describe, gradients_of, small_config
 from lessons_shared.cut_gpt_checks import given_one_is_changed, matrices_are_cut
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.passes import BOTH, HALF
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most
 from nanogpt.model import Block, GPTConfig
 
 from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, masks_differ, watch
-from .shared import FEWER, SIZES, alive_before_backward, kept_bytes, mark_backward, run_on_tokens
+from .shared import FEWER, SIZES, Norms, alive_before_backward, kept_bytes, mark_backward, run_on_tokens
 from .slips import (
     BIAS_ADDED_OFTEN,
     BLOCKS,
@@ -82,27 +83,20 @@ def one_block(rank, config: dict, weights: dict, x: Tensor, upstream: Tensor) ->
     given = leaf * 1.0  # as the stream is: the norm's input counts as alive only if it is kept
     given.retain_grad()
     before = upstream.clone()
-    normed: list[int] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda _, inputs: normed.append(inputs[0].numel()))
-        for name, module in block.named_modules()
-        if name in ("ln_1", "ln_2")
-    ]
     with rank.record(memory=True) as recording:
-        y = block(given)
-        for hook in hooks:
-            hook.remove()
+        with Norms() as norms:
+            y = block(given)
         mark_backward(recording)
         backward(y, upstream)
     held = describe(block)
-    backward(block(leaf * 1.0), upstream)
+    backward(block(leaf * 1.0), HALF * upstream)
     return {
         "output": y,
         "given_back": block is dense,
         "gradient": None if given.grad is None else given.grad.clone(),
         "changed": not torch.equal(before, upstream) or not torch.equal(given, x),
         "twice": gradients_of(block),
-        "normed": normed,
+        "normed": norms.sizes,
         "recording": recording,
         **held,
         "evaluation": in_evaluation(block, x, upstream),
@@ -250,9 +244,9 @@ def slices_have_the_dense_gradient(trial: Trial) -> None:
 
 @check("sequence_parallel_block")
 def two_passes_add_up(trial: Trial) -> None:
-    """After a second pass every gradient is twice the dense one: each backward is summed once."""
+    """A second pass, of half the size, adds half to every gradient: each backward is summed once."""
     for seen in trial.once(observe_block).plain:
-        block_gradients_are_right(trial, seen, "twice", 2)
+        block_gradients_are_right(trial, seen, "twice", BOTH)
 
 
 @check("sequence_parallel_block")
@@ -289,7 +283,8 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
                 if whole_is_normed
                 else "Norms and the stream have s/n tokens. What else is kept whole, (b, s, h)?",
                 rank=rank,
-                cause="tokens are gathered before a norm, which every rank then computes, and keeps, for all"
+                cause="tokens are gathered before a norm, which then reads all s of them, and every rank "
+                "computes it, and keeps it, for all"
                 if whole_is_normed
                 else "",
             )

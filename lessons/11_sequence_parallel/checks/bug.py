@@ -9,6 +9,7 @@ from torch import Tensor
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
 from lessons_shared.cut_gpt import describe, gradients_of
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
 from lessons_shared.wire import sends_at_most
 
 from .shared import SIZES
@@ -42,7 +43,7 @@ def adapter_probe(rank, sizes: tuple, weights: dict, x: Tensor, upstream: Tensor
         backward(y, upstream)
     held = describe(layer)
     gradient = None if x.grad is None else x.grad.clone()
-    backward(layer(x), upstream)
+    backward(layer(x), HALF * upstream)
     return {
         "output": y, "gradient": gradient, "twice": gradients_of(layer), "recording": recording,
         "zero_at_first": zero_at_first, **held, "evaluation": in_evaluation(layer, x, upstream),
@@ -118,11 +119,16 @@ def down_and_x_stay_right(trial: Trial) -> None:
 
 @check("AdaptedRowLinear")
 def adapter_passes_add_up(trial: Trial) -> None:
-    """After a second pass the gradients of `up` and `down` are twice as large; the layer stays frozen."""
+    """A second pass, of half the size, adds half to `up`'s and `down`'s gradients; the layer stays frozen."""
     seen = trial.once(observe_adapter)
     twice = each_rank(seen, "twice")
-    trial.close("the gradient of up after two passes", [g.get("up") for g in twice], 2 * seen.up)
-    down = [2 * g for g in parts(seen.down, 1, trial.num_ranks)]
+    trial.close(
+        "the gradient of up after two passes",
+        [g.get("up") for g in twice],
+        BOTH * seen.up,
+        alternatives=sums_of_two_passes([seen.up] * trial.num_ranks, trial.num_ranks),
+    )
+    down = [BOTH * g for g in parts(seen.down, 1, trial.num_ranks)]
     trial.close("the gradient of down after two passes", [g.get("down") for g in twice], down)
     for rank, gradients in enumerate(twice):
         trial.require(

@@ -9,6 +9,7 @@ from torch import Tensor
 from grader.checks import Fault, Trial, each_rank, is_close, parts
 from lessons_shared.cut_gpt import cut_dim, fused_of, head_orders, heads_of, is_special
 from lessons_shared.cut_gpt_checks import after
+from lessons_shared.passes import BOTH, sums_of_two_passes
 
 ASKED = {
     None: "Every rank has the whole parameter and uses it for its own tokens: its gradient is the sum over "
@@ -29,7 +30,7 @@ def block_gradients_are_right(
     trial: Trial,
     seen: SimpleNamespace,
     which: str,
-    passes: int,
+    passes: float,
     only_replicated: bool | None = None,
     asked: str = "",
 ) -> None:
@@ -58,7 +59,7 @@ def block_gradients_are_right(
 
 
 def slips_of(
-    seen: SimpleNamespace, which: str, name: str, expected: list[Tensor], passes: int
+    seen: SimpleNamespace, which: str, name: str, expected: list[Tensor], passes: float
 ) -> dict[str, Tensor | list[Tensor] | Fault]:
     """What known slips would make of a gradient of a block that is expected by rank."""
     n, dim, whole = len(expected), cut_dim(name), seen.gradients[name]
@@ -74,9 +75,8 @@ def slips_of(
             [n * g for g in expected],
             "Sum it once. Is a hook registered twice? Is it whole without one, as before a scatter_sequence?",
         )
-    if dim is None and passes == 2:
-        again = (n + 1) * whole
-        found["the second backward summed .grad, in which the first one's sum is already"] = again
+    if dim is None and passes == BOTH:
+        found |= sums_of_two_passes([whole] * n, n)
     own = getattr(seen, "own_tokens", dict)().get(name)
     if own is not None:
         found |= {
@@ -90,13 +90,13 @@ def slips_of(
     return found
 
 
-def by_rank(whole: Tensor, name: str, num_ranks: int, passes: int) -> list[Tensor]:
+def by_rank(whole: Tensor, name: str, num_ranks: int, passes: float) -> list[Tensor]:
     """What each rank has of a parameter's gradient, after some passes."""
     dim = cut_dim(name)
     return [passes * g for g in ([whole] * num_ranks if dim is None else parts(whole, dim, num_ranks))]
 
 
-def explains_all(gradients: dict[str, Tensor], found: list[dict[str, Tensor]], passes: int) -> bool:
+def explains_all(gradients: dict[str, Tensor], found: list[dict[str, Tensor]], passes: float) -> bool:
     """Whether these would be the gradients of all norms, biases and matrices that have no order of their own.
 
     One parameter alone may be n times too large for many reasons.

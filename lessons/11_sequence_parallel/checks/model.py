@@ -18,6 +18,7 @@ from lessons_shared.cut_gpt_checks import (
     training_is_right,
 )
 from lessons_shared.cut_gpt_slips import BIASES, losses_of_slips
+from lessons_shared.passes import BOTH
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, wire_bytes
 from nanogpt.model import GPT, GPTConfig
@@ -111,10 +112,10 @@ def sliced_gradients_are_the_dense_models(trial: Trial) -> None:
 
 @check("sequence_parallelize", world_sizes=FEWER)
 def gradients_of_two_passes_add_up(trial: Trial) -> None:
-    """A second pass adds the same gradient again: complete after each backward, and summed once."""
+    """A second pass, of half its loss, adds half to every gradient: complete each time, and summed once."""
     for seen in trial.once(observe_model).plain[:1]:
-        block_gradients_are_right(trial, seen, "twice", 2)
-        table_gradients_are_right(trial, seen, "twice", 2)
+        block_gradients_are_right(trial, seen, "twice", BOTH)
+        table_gradients_are_right(trial, seen, "twice", BOTH)
 
 
 @check("sequence_parallelize")
