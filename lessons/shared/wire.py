@@ -13,6 +13,7 @@ def wire_bytes(events: list[Event], num_ranks: int) -> float:
     """Bytes that one rank sends, with rings, whichever calls they were made of."""
     share = (num_ranks - 1) / num_ranks
     factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}
+    factor |= {"reduce": share, "broadcast": share}  # one rank of the chain sends nothing
     return sum(event.num_bytes * factor.get(event.kind, 0 if event.kind == "recv" else 1) for event in events)
 
 
