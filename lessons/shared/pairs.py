@@ -71,11 +71,34 @@ def quiet_probe(rank, name: str, x: Tensor) -> dict:
     return {"silent": without_gradients(getattr(rank.submission, name), x, rank.group)}
 
 
-class Pairs:
-    """How the checks of a lesson look at such functions: what they draw, and what the ranks did."""
+def left_alone(
+    trial: Trial, rank: int, result: dict, where: str = "", cause: str = "", help: str = ""
+) -> None:
+    """On this rank neither x nor the gradient that came in was changed."""
+    trial.require(
+        not result["x_changed"],
+        f"x itself was changed by the call{where}",
+        help=help or "Work on a copy: collectives write into the tensor they are given.",
+        rank=rank,
+        cause=cause,
+    )
+    trial.require(
+        not result["upstream_changed"],
+        f"the gradient that came into backward was changed in place{where}",
+        help=help or "A residual connection hands it to its other branch, too: change a contiguous copy.",
+        rank=rank,
+        cause=cause,
+    )
 
-    def __init__(self, draw: Draw) -> None:
-        self.draw = draw
+
+class Pairs:
+    """How the checks of a lesson look at such functions: what they draw, and what the ranks did.
+
+    So many leading dimensions come before the one that is cut, where two ranks are the world.
+    """
+
+    def __init__(self, draw: Draw, leading: int) -> None:
+        self.draw, self.leading = draw, leading
         self._plain: dict[str, Callable[[Trial], SimpleNamespace]] = {}
 
     def plain(self, trial: Trial, name: str) -> SimpleNamespace:
@@ -102,19 +125,18 @@ class Pairs:
 
     def leave_inputs_alone(self, trial: Trial, name: str) -> None:
         """Neither x nor the gradient that comes in is changed."""
-        for rank, result in enumerate(self.plain(trial, name).results):
-            trial.require(
-                not result["x_changed"],
-                "x itself was changed by the call",
-                help="Work on a copy: collectives write into the tensor they are given.",
-                rank=rank,
-            )
-            trial.require(
-                not result["upstream_changed"],
-                "the gradient that came into backward was changed in place",
-                help="A residual connection hands it to its other branch, too: change a contiguous copy.",
-                rank=rank,
-            )
+        plain = self.plain(trial, name)
+        for rank, result in enumerate(plain.results):
+            left_alone(trial, rank, result)
+        if trial.in_full:
+            row = (slice(1),) * self.leading
+            first = {key: [x[row] for x in getattr(plain, key)] for key in ("xs", "upstreams")}
+            (alone,) = self._run(trial, name, [SimpleNamespace(**first)], [False])
+            for rank, result in enumerate(alone.results):
+                sizes = [tuple(case.xs[rank].shape) for case in (alone, plain)]
+                where = f" where x is {sizes[0]}, and not where it is {sizes[1]}"
+                cause = "contiguous() copies nothing where memory is contiguous, as a part of one row is"
+                left_alone(trial, rank, result, where, cause, "clone() always copies.")
 
     def work_without_gradients(self, trial: Trial, name: str) -> None:
         """Under no_grad the output is the same."""

@@ -89,7 +89,7 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
     return SimpleNamespace(xs=xs, upstreams=upstreams, outputs=outputs, gradients=gradients)
 
 
-PAIRS = Pairs(drawn)
+PAIRS = Pairs(drawn, leading=2)
 
 
 @check("copy_to_group")

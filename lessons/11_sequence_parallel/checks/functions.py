@@ -50,7 +50,7 @@ exercise(
 
 def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
     """x and the upstream gradient by rank, alike or different as the contract has it, and what is right."""
-    n, batch = trial.num_ranks, trial.choice([1, 3])
+    n, batch = trial.num_ranks, 3 if trial.in_full else trial.choice([1, 3])
     own, width = trial.integer(2, 4), trial.choice([3, 5, 7])
     large, small = (batch, n * own, width), (batch, own, width)
 
@@ -78,7 +78,7 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
     return SimpleNamespace(xs=xs, upstreams=upstreams, outputs=outputs, gradients=gradients)
 
 
-PAIRS = Pairs(drawn)
+PAIRS = Pairs(drawn, leading=1)
 
 
 def other_tokens(whole: Tensor, n: int) -> dict[str, list[Tensor] | Fault]:
