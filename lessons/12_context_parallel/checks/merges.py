@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .block_slips import VANISHED, VANISHING
 from .blocks import far_below_zero
@@ -85,6 +85,7 @@ def observe_merges(trial: Trial) -> SimpleNamespace:
     )
 
 
+ALONE = {"nothing in the first": "first", "nothing in the second": "second"}
 NOTHING_TWICE = "NaN where both lse are -inf: -inf - (-inf) is NaN, and so is 0 / 0"
 
 
@@ -115,6 +116,15 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
     }
     if (lse < VANISHING).all():
         others[VANISHED] = torch.zeros_like(out)
+    only_nan = {}
+    if name in ALONE:
+        one, other = (lse_a, lse_b) if ALONE[name] == "first" else (lse_b, lse_a)
+        alone = (one == -math.inf) & (other > -math.inf)
+        only_nan = {f"NaN where the {ALONE[name]} block alone is empty, its lse -inf": alone}
+    step = "Begin with the larger of the two lse: it is finite where one block has something."
+    others |= {
+        told: Fault(out.masked_fill(rows.unsqueeze(-1), math.nan), step) for told, rows in only_nan.items()
+    }
     trial.close(f"out of both blocks ({name})", result["out"], out, others, help, rtol=1e-4)
     largest = torch.maximum(lse_a, lse_b).masked_fill(empty, 0.0)
     lses = {
@@ -128,6 +138,7 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
     }
     if (lse < VANISHING).all():
         lses[VANISHED] = torch.full_like(lse, -math.inf)
+    lses |= {told: Fault(lse.masked_fill(rows, math.nan), step) for told, rows in only_nan.items()}
     trial.close(f"lse of both blocks ({name})", result["lse"], lse, lses, help, rtol=1e-4)
 
 
