@@ -86,7 +86,9 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
             trial.require(
                 torch.equal(mask, masks[0]),
                 f"ranks 0 and {rank} dropped different elements of the same tensor",
-                help="Seed the generator with a number that every rank received from the group's rank 0.",
+                help="p alone says whether a generator is needed: a dropout in eval mode may train later."
+                if number == ASLEEP
+                else "Seed the generator with a number that every rank received from the group's rank 0.",
                 rank=rank,
                 cause="this one was in eval mode when it was given to share_dropout; the others are right"
                 if number == ASLEEP

@@ -113,6 +113,8 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
     for name, seen in trial.once(observe_embedding).items():
         size, width = seen.table.shape
         share = -(-size // n)
+        numbers = [len(weight) for weight in each_rank(seen, "weight")]
+        the_rest = size % n and numbers == [size // n] * (n - 1) + [size - (n - 1) * (size // n)]
         for rank, weight in enumerate(each_rank(seen, "weight")):
             trial.require(
                 weight.dim() == 2 and weight.size(1) == width and weight.size(0) <= share,
@@ -120,6 +122,9 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
                 f"at most ({share}, {width}) is its share",
                 help="Cut the rows; a padded vocabulary has ceil(v/n) of them on every rank.",
                 rank=rank,
+                cause="v // n rows for each rank, and the last one takes what is left over"
+                if the_rest
+                else "",
             )
         held = each_rank(seen, "weight")
         every_nth = [seen.table[r::n] for r in range(n)]
