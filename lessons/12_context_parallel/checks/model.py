@@ -259,6 +259,8 @@ def a_second_backward_adds_its_gradient(trial: Trial) -> None:
             "what the first pass left was summed over the ranks once more": {
                 name: n * first[name] + 0.5 * second[name] for name in first
             },
+            "the first pass's is right, and the second's is summed twice: is a hook registered in forward, "
+            "once more at each call?": {name: first[name] + 0.5 * n * second[name] for name in first},
             "only the second pass is there": {name: 0.5 * second[name] for name in first},
             "only the first pass is there": first,
             "the second pass counts in full, not by half: the factor is lost": {
