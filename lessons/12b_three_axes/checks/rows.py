@@ -53,8 +53,8 @@ def share_of(rank: Any, batch: Tensor, mesh: Any) -> Tensor:
         elif mesh.size() < dist.get_world_size():
             error.add_note(
                 f"the mesh has ranks {mesh.mesh.flatten().tolist()} of the world alone, and this rank is "
-                f'number {mesh.get_local_rank("data")} of the {n} along its "data": a number among all ranks of '
-                "the world is no place in it"
+                f'number {mesh.get_local_rank("data")} of the {n} along its "data": a number among all ranks '
+                "of the world is no place in it"
             )
         else:
             sizes = ", ".join(f'"{name}": {mesh.size(i)}' for i, name in enumerate(mesh.mesh_dim_names))
