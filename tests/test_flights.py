@@ -82,7 +82,7 @@ def passes_on_what_is_not_there(rank):
         (reads_before_it_waits, "read", "all_reduce"),
         (divides_at_once, "changed", "all_reduce"),
         (never_waits, "left", "all_reduce"),
-        (one_buffer_for_two_messages, "changed", "recv"),
+        (one_buffer_for_two_messages, "twice", "recv"),
         (changes_what_it_sends, "changed", "send"),
         (receives_into_what_it_sends, "shared", "send"),
         (passes_on_what_is_not_there, "read", "recv"),
@@ -117,6 +117,12 @@ def honest(rank):
     dist.all_reduce(x, group=rank.group)
     dist.all_gather([torch.empty(4) for _ in range(n)], x, group=rank.group)
     dist.broadcast(x, group_src=0, group=rank.group)
+    if rank.rank == 0:  # who sends only reads
+        for work in [dist.broadcast(x, group_src=0, group=rank.group, async_op=True) for _ in range(2)]:
+            work.wait()
+    else:
+        for _ in range(2):
+            dist.broadcast(x, group_src=0, group=rank.group)
     return [rows.clone(), buffers, columns, x]
 
 

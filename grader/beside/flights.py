@@ -142,15 +142,20 @@ class Flights:
         self._races: list[Race] = []
         self._strangers = 0  # handles that were waited for and are none of these
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> None:
-        """See an operation that is about to run: does it use a buffer that is on its way?"""
+    def before(self, func: Any, args: Any, kwargs: Any, event: Event | None) -> None:
+        """See an operation that is about to run: does it use a buffer that is on its way?
+
+        Args:
+            event: what it is about to communicate, if it does.
+        """
         if not self._aloft or len(self._races) >= MOST_RACES:
             return
         if self._taken is None:
             self._taken = Taken([s for flight in self._aloft for s in (*flight.fills, *flight.sends)])
         if not self._is_near(self._taken, args, kwargs):
             return
-        reads, writes = _used(func, args, kwargs)
+        sends = func.namespace == "c10d" and event is not None
+        reads, writes = _buffers(func._opname, args, event) if sends else _used(func, args, kwargs)
         for flight in self._aloft:
             if flight.told:
                 continue
@@ -158,6 +163,8 @@ class Flights:
                 self._tell(flight, "shared")
             elif _meet(flight.fills, reads):
                 self._tell(flight, "read")
+            elif sends and _meet(flight.fills, writes):
+                self._tell(flight, "twice")
             elif _meet(flight.fills, writes) or _meet(flight.sends, writes):
                 self._tell(flight, "changed")
 
@@ -285,9 +292,6 @@ def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[St
 
 def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Stretch], list[Stretch]]:
     """The memory that an operation reads, and that it writes."""
-    if func.namespace == "c10d":
-        both = list(_stretches(args[:1])), list(_stretches(args[1:2]))
-        return (both[0], []) if func._opname == "send" else (both[1], both[0])
     schema = func._schema
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return [], []  # a view

@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         self._index += 1
         communicates = _communicates(func)
         event = self._event(func, args, kwargs) if communicates else None
-        self.flights.before(func, args, kwargs)
+        self.flights.before(func, args, kwargs, event)
         if event is not None:
             self._on_event(event)
             if event.peer is not None and not 0 <= event.peer < len(event.group):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from grader.judging.wording import of_ranks
-from grader.ranks.recording import Event, Race
+from grader.ranks.recording import USES, Event, Race
 
 Locate = Callable[[str, int], str]
 
@@ -27,7 +27,7 @@ class Evidence:
 
     def cause(self, wrong: Sequence[int], num_ranks: int, locate: Locate) -> tuple[str, str]:
         """Why the numbers of some ranks are wrong, and the next step; nothing where nothing was seen."""
-        for use in ("shared", "read", "changed", "left"):
+        for use in USES:
             for rank, race in self.races:
                 if race.use == use:
                     return _race(rank, race, locate)
@@ -49,10 +49,17 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
     told = {
         "shared": f"rank {rank} sends from a tensor and receives into it at once: {it}{where}",
         "read": f"rank {rank} used what {it} brings before anybody had waited for it{where}",
+        "twice": f"rank {rank} lets two fill one tensor at once: {it}, and another before anybody had waited "
+        f"for it{where}",
         "changed": f"rank {rank} wrote into the buffer of {it} before anybody had waited for it{where}",
         "left": f"rank {rank} never waited for {it}: what it brings comes at any time, or never",
     }[race.use]
     step = f"Keep the handle that {call} returns, and call its wait() before the buffer is used again."
+    if race.use == "twice":
+        return (
+            told,
+            "Is a tensor in the list twice, as a tied weight is in state_dict()? Else each needs its own.",
+        )
     if race.use == "shared":
         return told, "What comes needs a tensor of its own, such as torch.empty_like(what is sent)."
     return told, step if race.use != "changed" else step + " Or give every message a buffer of its own."

@@ -86,7 +86,7 @@ _FIELDS = {
 """Of an event: name → whether a value from outside can be that field's."""
 
 
-USES = ("shared", "read", "changed", "left")
+USES = ("shared", "read", "twice", "changed", "left")
 
 
 @dataclass(frozen=True)
