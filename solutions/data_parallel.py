@@ -210,7 +210,8 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Around forward and backward of a micro-batch: gradients add up and nothing is sent.
 
-        The next backward outside reduces all that has added up. An exception that leaves it ends it
+        The next backward outside reduces all that has added up; what zero_grad() has cleared until then
+        is gone. An exception that leaves it ends it
         too. One may stand inside another: the outer one goes on until its own end.
         Other modules reduce their gradients meanwhile.
         """

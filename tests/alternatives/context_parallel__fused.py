@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -243,7 +244,11 @@ def ulysses_attention(q, k, v, group):
 
 
 def document_attention(q, k, v, documents, group):
-    """Keys and values gathered apart, with PyTorch's own backward; the mask is added to the scores."""
+    """Keys and values gathered apart, and once more in backward; the mask is added to the scores."""
+    return checkpoint(_among_documents, q, k, v, documents, group, use_reentrant=False)
+
+
+def _among_documents(q, k, v, documents, group):
     k, v = (all_gather_tensor_autograd(x.contiguous(), 2, group) for x in (k, v))
     part, length = q.size(2), documents.size(1)
     mine = torch.arange(length, device=q.device).unflatten(0, (-1, part))[group.rank()]

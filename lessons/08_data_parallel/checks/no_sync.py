@@ -56,6 +56,10 @@ def observe_no_sync(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [True, True, False], [BOTH], [("left",), BOTH], [("right",)])
 
 
+def observe_cleared(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [True, False], [BOTH], [BOTH], cleared=True)
+
+
 def observe_exception(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [True, False], [BOTH], [BOTH], broken=True)
 
@@ -125,6 +129,21 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
     require_gradients(
         trial, seen, "after two passes in no_sync() and one outside", other_sums, help, terms=by_pass
     )
+
+
+def kept_elsewhere(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+    """What is there if zero_grad() has not cleared what no_sync() added up."""
+    both = expected_gradients(seen.seed, [seen.first, *seen.drawn])[0][name]
+    return {"what no_sync() added up is still in it: it is kept elsewhere than in .grad": both}
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def what_was_cleared_is_gone(trial: Trial) -> None:
+    """What no_sync() has added up and zero_grad() has cleared is in no later gradient."""
+    help = "Let it add up in .grad, as it does by itself: zero_grad() knows nothing else."
+    seen = trial.once(observe_cleared)
+    when = "after a pass in no_sync(), zero_grad() and a pass outside"
+    require_gradients(trial, seen, when, kept_elsewhere, help)
 
 
 def switched_off_too(seen: SimpleNamespace, name: str) -> dict[str, Any]:
