@@ -111,7 +111,7 @@ def observe_step(trial: Trial, drifted: bool = False) -> SimpleNamespace:
 
 
 BUFFERS = {
-    "mask": ": it is a buffer that is not persistent, which state_dict() leaves out; the parameters are right",
+    "mask": ": it is a buffer that is not persistent: state_dict() leaves it out. The parameters are right",
     "transformer.drop.drawn": ": it is a buffer; the parameters are right",
 }
 
