@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grader.checks import Fault, Trial, is_close
+from lessons_shared.results import results_stay
 
 PLAIN, TRANSPOSED, SPACED = "", "transposed", "every other element"
 MIXED = "transposed, but on rank 0"
@@ -248,27 +249,22 @@ def require_in_place(
     )
 
 
-def called_twice(rank: Any, name: str, one: Any, other: Any) -> bool:
-    """The probe: whether what a call returned, a tensor or a list, is as it was after another call."""
+def called_twice(rank: Any, name: str, one: Any, other: Any) -> list[str]:
+    """The probe: what of a call's result, a tensor or a list of some, another call has changed."""
     function, layer = getattr(rank.submission, name), [torch.neg] * (name == "relay_microbatches")
     returned = function(*layer, one, rank.group)
     tensors = [returned] if isinstance(returned, Tensor) else list(returned or [])
     before = [tensor.clone() for tensor in tensors]
     function(*layer, other, rank.group)
-    return all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+    same = [torch.equal(now, then) for now, then in zip(tensors, before, strict=True)]
+    return [] if all(same) else ["the output"]
 
 
 def require_own_memory(trial: Trial, name: str, given: Callable[[], Any]) -> None:
     """Another call, with other numbers of the same shapes, leaves what was returned. `given` draws them."""
-    calls = [(given(), given()) for _ in range(trial.num_ranks)]
-    for r, same in enumerate(trial.run(called_twice, name, per_rank=calls)):
-        trial.require(
-            same,
-            "what it returned has other numbers after another call, with tensors of the same shapes",
-            cause="the result lies in memory that is kept from call to call: the next call writes into it",
-            help="Return new memory in each call: a buffer that is kept is for work, and not for a result.",
-            rank=r,
-        )
+    results_stay(
+        trial, trial.run(called_twice, name, per_rank=[(given(), given()) for _ in range(trial.num_ranks)])
+    )
 
 
 def fits_any(actual: Sequence[Tensor], known: dict[str, list[Tensor] | Tensor | Fault]) -> bool:
