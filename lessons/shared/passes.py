@@ -1,4 +1,5 @@
-"""Two passes, of which the second is half as large: whose gradient was summed twice is told by its size."""
+"""Gradients that are told by their size: of two passes, of which the second is half as large, and of a loss
+that is multiplied before it goes back."""
 
 from collections.abc import Sequence
 
@@ -28,3 +29,13 @@ def sums_of_two_passes(first: Sequence[Tensor], times: float) -> dict[str, Seque
         "the first pass's is right, and the second's is summed twice: is a hook registered in forward, once "
         "more at each call?": [(1 + times * HALF) * g for g in first],
     }
+
+
+def of_the_loss_alone(gradients: Sequence[Tensor], factor: float) -> dict[str, Fault]:
+    """By cause: what comes if backward does not look at the gradient that comes in, which is `factor`."""
+    told = (
+        f"the loss was multiplied by {factor:g} before backward(), and this is the gradient of the loss "
+        "alone: backward does not multiply by the gradient that comes in"
+    )
+    step = "A loss may be weighed or scaled by who calls: multiply what backward returns by what it is given."
+    return {told: Fault([g / factor for g in gradients], step)}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grader.checks import Fault, Trial, check, exercise, is_close
+from lessons_shared.passes import of_the_loss_alone
 
 from .models import STATE_BYTES
 
@@ -96,7 +97,6 @@ SLIPS = {
         without_the_rest_at_all
     ),
 }
-UPSTREAM = "the gradient that comes into backward is not multiplied in"
 SCALED_TWICE = "what the forward keeps is multiplied in place: the second time it is multiplied again"
 ROUNDED = "something went through float32, as .float() and torch.zeros(()) make it: it has no more digits"
 
@@ -181,7 +181,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     targets[::5] = -1
     targets[-1] = 3  # the shorter chunk counts
     targets[1] = 0  # and so does token 0
-    scale = 0.5 + trial.integer(1, 100) / 50
+    scale = 1 + trial.integer(5, 100) / 50
     return SimpleNamespace(given=given, size=size, scale=scale)
 
 
@@ -224,7 +224,8 @@ def ended(
             f"the gradient of {name} {told}",
             mine["gradients"][number],
             expected,
-            alternatives=rounded(mine["gradients"][number], expected) | {UPSTREAM: expected / seen.scale},
+            alternatives=rounded(mine["gradients"][number], expected)
+            | of_the_loss_alone([expected], seen.scale),
             help="Gradients are those of the whole, times what comes into backward: the loss may be scaled.",
         )
         if mine["again"] is not None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from grader.checks import (
     BACKWARD,
+    Fault,
     Trial,
     check,
     each_rank,
@@ -23,6 +24,7 @@ from lessons_shared.cut_gpt import (
 )
 from lessons_shared.earlier import by_earlier_counts
 from lessons_shared.evaluation import evaluates_alike, without_gradients
+from lessons_shared.passes import of_the_loss_alone
 
 from .shared import SIZES
 
@@ -133,6 +135,7 @@ def observe_entropy(trial: Trial) -> dict[str, SimpleNamespace]:
             loss=loss.detach(),
             gradient=whole.grad,
             softmax=softmax_part(whole.detach(), targets, factors[name]),
+            factor=factors[name],
             logits=logits,
             targets=targets,
             before=[earlier for _, earlier in list(cases.values())[:number]],
@@ -324,7 +327,7 @@ def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
     n = trial.num_ranks
     own = parts(seen.gradient, -1, n)
 
-    def alternatives() -> dict[str, list[Tensor]]:
+    def alternatives() -> dict[str, list[Tensor] | Fault]:
         logits, softmax = parts(seen.logits, -1, n), parts(seen.softmax, -1, n)
         alone = parts(seen.logits.double(), -1, n)
         return {
@@ -340,6 +343,7 @@ def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
             "backward goes through the largest logit as well, which is a constant: detach it": [
                 through_the_largest(shard, g) for shard, g in zip(logits, own, strict=True)
             ],
+            **of_the_loss_alone(own, seen.factor),
         }
 
     actual = each_rank(seen, "gradient")

@@ -1,5 +1,6 @@
 """Checks of `next_token_loss`: the next token may be on the next rank."""
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ from torch.nn import functional as F
 from grader.checks import Fault, Trial, check, exercise
 from lessons_shared.earlier import by_earlier_counts
 from lessons_shared.evaluation import HELP, without_gradients
+from lessons_shared.passes import of_the_loss_alone
 
-from .shared import SIZES
+from .shared import BACKWARD, SIZES
 
 exercise(
     "next_token_loss",
@@ -27,15 +29,21 @@ exercise(
 CASES = ("no padding", "padding", "padding where a part begins", "one position a rank")
 
 
+FACTOR = 2.7
+"""What a loss is multiplied by before it goes back: no number of ranks, or one less."""
+
+
 def losses_probe(rank, cases: list) -> dict:
     results = []
     with rank.record() as recording:
         for logits, tokens in cases:
             logits = logits.requires_grad_()
             before = tokens.clone()
+            recording.mark("")
             loss = rank.submission.next_token_loss(logits, tokens, rank.group)
+            recording.mark(BACKWARD)
             if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
-                loss.backward()
+                (FACTOR * loss).backward()
             results.append(
                 {
                     "loss": loss.detach() if isinstance(loss, Tensor) else None,
@@ -78,6 +86,9 @@ def each_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.double().transpose(1, 2), labels, ignore_index=-1, reduction="none")
 
 
+OVER_ALL = "Add up the losses' sums and their counts over the ranks, and divide once."
+
+
 def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]) -> dict:
     """Cause → the loss; `calls` are the tokens of earlier calls."""
     labels = labels_of(tokens)
@@ -94,7 +105,12 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]
     previous, following = inside.clone(), inside.clone()
     previous[:, part - 1 :: part] = torch.cat([nothing, ends[:, :-1]], 1)
     following[:, part - 1 :: part] = torch.cat([ends[:, 1:], nothing], 1)
-    return {
+    empty = {}
+    if not all(count for _, count in by_rank):
+        empty["the mean of a rank that predicts nothing is 0 / 0, NaN, and so is all that it is added to"] = (
+            Fault(torch.full_like(losses.sum(), math.nan), OVER_ALL)
+        )
+    return empty | {
         "no position at the end of a rank's part predicts anything": lost.sum() / kept.sum(),
         "the last position of each part predicts nothing, and is counted": lost.sum() / counted.sum(),
         "the last position of the sequence predicts the first token": each_loss(logits, around).sum()
@@ -161,23 +177,36 @@ def the_loss_is_the_same_in_validation(trial: Trial) -> None:
     require_losses(trial, "silent", "the loss under torch.no_grad()", HELP)
 
 
+SUMMED_BACK = (
+    "n times too large: backward has an all-reduce, which sums over the ranks the gradient that comes in, as "
+    "the backward of a differentiable all_reduce does. Each rank's is that of the one loss, and whole already"
+)
+AS_IT_IS = "Let it pass as it is: what goes on after the sum is the same on every rank."
+
+
 @check("next_token_loss")
 def gradient_reaches_every_position(trial: Trial) -> None:
     """The gradient of each rank's logits is its part of one process's, at the borders, too."""
     seen, n = trial.once(observe), trial.num_ranks
+    summed = all(r["recording"].select("all_reduce", BACKWARD) for r in seen.results)
     for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
         whole = logits.double().requires_grad_()
         labels = labels_of(tokens)
-        (each_loss(whole, labels).sum() / (labels != -1).sum()).backward()
+        (FACTOR * each_loss(whole, labels).sum() / (labels != -1).sum()).backward()
+        right = list(whole.grad.chunk(n, 1))
         inside = torch.cat([labels_of(t) for t in tokens.chunk(n, 1)], 1)
         lost = logits.double().requires_grad_()
-        (each_loss(lost, inside).sum() / (inside != -1).sum()).backward()
-        others = {"the last position of each part has no gradient": list(lost.grad.chunk(n, 1))}
+        (FACTOR * each_loss(lost, inside).sum() / (inside != -1).sum()).backward()
+        others = {}
+        if n > 1 and name != "one position a rank":
+            others["the last position of each part has no gradient"] = list(lost.grad.chunk(n, 1))
+        if n > 1 and summed:
+            others[SUMMED_BACK] = Fault([n * g for g in right], AS_IT_IS)
         trial.close(
             f"the gradient of the logits ({name})",
             [r["results"][i]["gradient"] for r in seen.results],
-            list(whole.grad.chunk(n, 1)),
-            others if n > 1 and name != "one position a rank" else {},
+            right,
+            others | of_the_loss_alone(right, FACTOR),
             help="The value is the mean of all; the gradient is that of your own sum over the count of all.",
         )
 
