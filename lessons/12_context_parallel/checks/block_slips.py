@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from grader.checks import Fault
+
 from .shared import attention
 
 VANISHING = -110.0
@@ -14,6 +16,21 @@ VANISHED = "it is what a query gets that saw nothing: exp() of scores far below 
 
 def seen_by(offset: int | None, s_q: int, s_k: int) -> Tensor | None:
     return None if offset is None else torch.ones(s_q, s_k, dtype=torch.bool).tril(offset)
+
+
+def of_nothing(found: object, lse: Tensor) -> dict[str, Fault]:
+    """Cause → a log-sum-exp that has one finite number wherever -inf belongs, and is right elsewhere."""
+    empty = lse == -math.inf
+    if not isinstance(found, Tensor) or found.shape != lse.shape or not empty.any():
+        return {}
+    number = found[empty][0].item()
+    if not (found[empty] == number).all() or not (number == 0 or -math.inf < number < -5):
+        return {}
+    told = f"log({math.exp(number):.3g}): the number that stands for a sum of 0 became the lse"
+    if math.exp(number) == 0:
+        told = f"{number:.3g}: a number that stands for -inf became the lse"
+    step = "Keep that number for what it helps, the division or exp; then put -inf into the lse."
+    return {f"where nothing is seen it is {told}": Fault(lse.masked_fill(empty, number), step)}
 
 
 def other_blocks(

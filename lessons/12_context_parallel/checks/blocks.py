@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
-from .block_slips import other_blocks, seen_by
+from .block_slips import of_nothing, other_blocks, seen_by
 from .shared import attention
 
 exercise(
@@ -149,7 +149,8 @@ def require_nothing(trial: Trial, name: str) -> None:
         {"it is the mean of v: the mask is a finite number, and was to be -inf": of_rows(mean, blind)},
         help,
     )
-    trial.close(f"lse {told}", of_rows(result["lse"], blind), of_rows(lse, blind), help=help)
+    found, right = (of_rows(x, blind) for x in (result["lse"], lse))
+    trial.close(f"lse {told}", found, right, of_nothing(found, right), help=help)
 
 
 def require_block(trial: Trial, name: str, help: str = "", rtol: float | None = None) -> None:

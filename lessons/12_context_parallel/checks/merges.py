@@ -7,7 +7,7 @@ import torch
 
 from grader.checks import Fault, Trial, check, exercise
 
-from .block_slips import VANISHED, VANISHING
+from .block_slips import VANISHED, VANISHING, of_nothing
 from .blocks import far_below_zero
 from .shared import attention
 
@@ -138,6 +138,7 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
     }
     if (lse < VANISHING).all():
         lses[VANISHED] = torch.full_like(lse, -math.inf)
+    lses |= of_nothing(result["lse"], lse)
     lses |= {told: Fault(lse.masked_fill(rows, math.nan), step) for told, rows in only_nan.items()}
     trial.close(f"lse of both blocks ({name})", result["lse"], lse, lses, help, rtol=1e-4)
 
@@ -167,7 +168,7 @@ def a_block_that_was_not_seen_changes_nothing(trial: Trial) -> None:
 @check("merge_attention")
 def nothing_on_both_sides_stays_nothing(trial: Trial) -> None:
     """Where both lse are -inf, out is 0 and lse -inf."""
-    require_merge(trial, "nothing in both", "-inf - -inf is NaN, and so is 0 / 0: take 0 and 1 there.")
+    require_merge(trial, "nothing in both", "Where both are empty put in 0 for out, and -inf for lse.")
 
 
 @check("merge_attention")
