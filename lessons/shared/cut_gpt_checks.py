@@ -202,9 +202,35 @@ def sampling_is_right(trial: Trial, function: str, config: dict, length: int) ->
             "the logits of the last token of a sequence that is one shorter",
             shorter,
             last,
+            alternatives=lambda: logits_beside_a_pad(dense, idx[:, :-1], trial.num_ranks),
             help="Pad at the end, and take the last real token's logits: a pad before it shifts it.",
         )
     shorter_has_the_dense_loss(trial, dense, idx, [result["loss"] for result in results])
+
+
+@torch.no_grad()
+def logits_beside_a_pad(dense: GPT, tokens: Tensor, num_ranks: int) -> dict[str, Tensor | Fault]:
+    """Cause → the last logits, if the tokens (b, s) are filled up to what the ranks divide."""
+    s, most = tokens.size(1), dense.config.block_size - 1
+    padding = -s % num_ranks
+    places = torch.arange(s + padding)
+    zeros, last = torch.zeros_like(tokens[:, :1]), tokens[:, -1:]
+
+    def logits(before: list[Tensor], after: list[Tensor], positions: Tensor) -> Tensor:
+        x = dense.embed(torch.cat([*before, tokens, *after], 1), positions)  # (b, s + padding, h)
+        for block in dense.transformer.h:
+            x = block(x)
+        return dense.head(x)[:, [-1]]
+
+    found: dict[str, Tensor | Fault] = {}
+    for pad, told in ((zeros, "a token 0"), (last, "the last token again")):
+        for end, where in ((most, ""), (s - 1, ", at the last one's position")):
+            cause = f"these are the logits of a pad: {told}{where}"
+            step = f"Take the logits at {s - 1}, which are the last token's: what stands behind it fills up."
+            found[cause] = Fault(logits([], [pad] * padding, places.clamp(max=end)), step)
+        cause = f"what fills up ({told}) stands before the tokens: they see it, and have later positions"
+        found[cause] = logits([pad] * padding, [], places.clamp(max=most))
+    return found if padding else {}
 
 
 def shorter_has_the_dense_loss(trial: Trial, dense: GPT, idx: Tensor, losses: list[Any]) -> None:
