@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
 from lessons_shared.evaluation import evaluates_alike, without_gradients
+from lessons_shared.needed import IN_ORDER, none_is_missing
 from lessons_shared.results import overwritten, results_stay
 from lessons_shared.wire import sends_at_most
 
@@ -35,16 +36,17 @@ def linear_probe(rank, cases: list) -> list[dict]:
     return [one_linear(rank, *case) for case in cases]
 
 
+ARGUMENTS = ("x", "weight", "bias")
+
+
 def with_one_frozen(rank, inputs: list[Tensor | None], upstream: Tensor) -> dict:
-    """The gradient of the weight where x needs none, and that of x where the weight needs none."""
+    """For each of x, weight and bias the gradients of the others, where it needs none."""
     found = {}
-    for frozen, other, name in ((0, 1, "weight"), (1, 0, "x")):
-        leaves = [
-            None if given is None else given.clone().requires_grad_(i != frozen)
-            for i, given in enumerate(inputs)
-        ]
-        backward(rank.submission.gathered_linear(*leaves, rank.group), upstream)
-        found[name] = leaves[other].grad
+    there = {name: given for name, given in zip(ARGUMENTS, inputs, strict=True) if given is not None}
+    for frozen in there:
+        leaves = {name: x.clone().requires_grad_(name != frozen) for name, x in there.items()}
+        backward(rank.submission.gathered_linear(*map(leaves.get, ARGUMENTS), rank.group), upstream)
+        found[frozen] = {name: leaf.grad for name, leaf in leaves.items() if name != frozen}
     return found
 
 
@@ -218,21 +220,21 @@ def weight_learns_from_all_tokens(trial: Trial) -> None:
             )
 
 
-FROZEN = {"weight": ("x", "weight"), "x": ("weight", "x")}
-"""Whose gradient → what needs none, and how it is called."""
-
-
 @check("gathered_linear", world_sizes=(2,), subgroup=False)
 def what_is_frozen_takes_no_other_gradient_along(trial: Trial) -> None:
-    """Where x or the weight needs no gradient, the other one has the same as ever."""
+    """Where one of x, weight and bias needs no gradient, the others have the same as ever."""
     for seen in trial.once(observe_linear):
-        for name, (frozen, told) in FROZEN.items():
-            trial.close(
-                f"the gradient of {told} where {frozen} needs none ({seen.name})",
-                each_rank(seen, "one frozen", name),
-                seen.for_weight if name == "weight" else seen.for_x,
-                help="ctx.needs_input_grad has one entry for each argument of forward, in their order.",
-            )
+        for frozen, others in seen.results[0]["one frozen"].items():
+            found = {
+                name: [result["one frozen"][frozen][name] for result in seen.results]
+                for name in others
+                if all(gradient is not None for gradient in each_rank(seen, name))
+            }
+            where = f"{frozen} needs none ({seen.name})"
+            none_is_missing(trial, found, where)
+            for name, gradients in found.items():
+                right = {"x": seen.for_x, "weight": seen.for_weight, "bias": seen.for_bias}[name]
+                trial.close(f"the gradient of {name} where {where}", gradients, right, help=IN_ORDER)
 
 
 @check("gathered_linear")
