@@ -78,7 +78,8 @@ def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
     q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
     seen.inputs = [q, k, v]
     seen.out = out = attention(q, k, v, causal(seen.length))[0]
-    out.backward(seen.upstream.double().transpose(1, 2))
+    seen.d_out = seen.upstream.double().transpose(1, 2)
+    out.backward(seen.d_out, retain_graph=True)
     seen.found = [("the output", [r["out"] for r in seen.results], by_parts(seen, out))]
     for i, (label, x) in enumerate(zip("qkv", (q, k, v), strict=True)):
         gradients = [r["gradients"][i] for r in seen.results]

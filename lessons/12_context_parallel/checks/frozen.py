@@ -6,16 +6,19 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from grader.checks import Trial
+from grader.checks import Fault, Trial, is_close
 from lessons_shared.evaluation import HELP
+from lessons_shared.needed import none_is_missing
 
-from .ring_slips import wrong_outputs
+from .ring_slips import wrong_journeys, wrong_outputs
+from .rings import shares
 
+BOTH = "k and v need one, and q does not"
 NEEDING = {
     "q alone needs a gradient": (0,),
     "k alone needs one": (1,),
     "v alone needs one": (2,),
-    "k and v need one, and q does not": (1, 2),
+    BOTH: (1, 2),
 }
 """Which of them need one."""
 
@@ -54,20 +57,26 @@ def require_silent(
 def require_where_needed(trial: Trial, exact: SimpleNamespace) -> None:
     """Whichever of q, k and v need a gradient, those get it."""
     for told, those in NEEDING.items():
+        found, right = {}, {}
         for place, i in enumerate(those):
-            right = [r["gradients"][i] for r in exact.results]
-            if not all(
-                "needing" in r and isinstance(x, Tensor) for r, x in zip(exact.results, right, strict=True)
+            with_all = [r["gradients"][i] for r in exact.results]
+            if all(
+                "needing" in r and isinstance(x, Tensor) for r, x in zip(exact.results, with_all, strict=True)
             ):
-                continue
-            found = [r["needing"][told][place] for r in exact.results]
-            for r, gradient in enumerate(found):
-                trial.require(
-                    gradient is not None,
-                    f"the gradient of {'qkv'[i]} is None where {told}",
-                    help="ctx.needs_input_grad has a place for each argument of forward, in their order. A "
-                    "gradient that nobody needs may be computed all the same: autograd drops it.",
-                    rank=r,
-                    cause=f"whether {'qkv'[i]} gets a gradient hangs on what the others need",
-                )
-            trial.close(f"the gradient of {'qkv'[i]} where {told}", found, right)
+                right[i] = with_all
+                found["qkv"[i]] = [r["needing"][told][place] for r in exact.results]
+        none_is_missing(trial, found, told)
+        for i, with_all in right.items():
+            slips = partial(not_home, exact, i, with_all) if i else None
+            trial.close(f"the gradient of {'qkv'[i]} where {told}", found["qkv"[i]], with_all, slips)
+
+
+def not_home(exact: SimpleNamespace, i: int, right: list[Tensor]) -> dict[str, Fault]:
+    """Cause → each rank's gradient of k (i is 1) or v (2), of which a term stays away with others frozen."""
+    mine, other = ("kv", "vk")[i - 1]
+    with_the_other = [r["needing"][BOTH][i - 1] for r in exact.results]
+    alike = all(isinstance(x, Tensor) and is_close(x, y) for x, y in zip(with_the_other, right, strict=True))
+    why = f"whether the gradient of {mine} travels hangs on whether {other if alike else 'another'} needs one"
+    seen = SimpleNamespace(**vars(exact), shares=shares(exact))
+    step = f"Let it travel wherever k or v needs a gradient, {mine} alone as well."
+    return {f"{cause}: {why}": Fault(value, step) for cause, value in wrong_journeys(seen, i).items()}
