@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from grader.checks import (
     BACKWARD,
+    CheckEnded,
     Fault,
     Trial,
     backward,
@@ -18,6 +19,7 @@ from grader.checks import (
     exercise,
     stand_alone,
 )
+from lessons_shared.alone import tell_cases
 from lessons_shared.cut_gpt import describe, row_ranges
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import undividable
@@ -88,10 +90,30 @@ def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
     }
     seen = {name: embedding_case(trial, size, draw(size)) for name, (size, draw) in plans.items()}
     cases = [(case.table, case.idx, case.upstream, case.other) for case in seen.values()]
-    results = trial.run(embedding_probe, cases)
+    try:
+        results = trial.run(embedding_probe, cases)
+    except CheckEnded as end:
+        kinds = [kinds_of(len(case.table), n) for case in seen.values()]
+        tell_cases(end, lambda i: trial.run(embedding_probe, [cases[i]]), kinds, STEPS)
+        raise
     for number, case in enumerate(seen.values()):
         case.results = [result[number] for result in results]
     return seen
+
+
+NO_ROWS = "the table has so few rows that a rank has none of them"
+UNEVEN = "the ranks do not divide the table's rows"
+STEPS = {
+    NO_ROWS: "A rank without rows has nothing to look up, not even for another's token: give it a row of "
+    "zeros, as a table that is filled up has, or let it add zeros to the sum.",
+    UNEVEN: "Any number of rows is cut: fill the table up at its end, or let it end early on the last ranks.",
+}
+
+
+def kinds_of(size: int, n: int) -> list[str]:
+    """What is special about a table of so many rows over n ranks."""
+    there = {NO_ROWS: (n - 1) * -(-size // n) >= size, UNEVEN: size % n}
+    return [kind for kind, holds in there.items() if holds]
 
 
 def embedding_case(trial: Trial, size: int, idx: Tensor) -> SimpleNamespace:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from grader.checks import (
     BACKWARD,
+    CheckEnded,
     Trial,
     backward,
     each_rank,
@@ -15,6 +16,7 @@ from grader.checks import (
     stand_alone,
     storage_bytes,
 )
+from lessons_shared.alone import tell_cases
 from lessons_shared.cut_gpt import (
     own_part,
 )
@@ -96,6 +98,18 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tenso
     )
 
 
+DIMS = {2: "x has two dimensions, (tokens, features)", 3: "x has three dimensions, (b, s, features)"}
+NO_BIAS = "there is no bias"
+STEPS = {
+    **dict.fromkeys(
+        DIMS.values(),
+        "A layer takes any number of dimensions before the last: F.linear does, and a backward of your own "
+        "may flatten them, as in gradient.flatten(0, -2).T @ x.flatten(0, -2).",
+    ),
+    NO_BIAS: "bias is None then, as in nn.Linear: add it, and give it a gradient, only where it is there.",
+}
+
+
 def observe_linear(kind: str):
     """Four cases by name; each says what every rank did, and what the dense layer does."""
 
@@ -110,8 +124,18 @@ def observe_linear(kind: str):
             ("other option", True, other, (trial.integer(2, 3), trial.integer(2, 4))),
         ]
         cases = [draw_linear(trial, column, *plan) for plan in plans]
-        runs = [([case["ranks"][r] for case in cases],) for r in range(n)]
-        results = trial.run(linear_probe, kind, per_rank=runs)
+
+        def run(some: list[dict]) -> list[list[dict]]:
+            by_rank = [([case["ranks"][r] for case in some],) for r in range(n)]
+            return trial.run(linear_probe, kind, per_rank=by_rank)
+
+        try:
+            results = run(cases)
+        except CheckEnded as end:
+            drawn = [case["drawn"] for case in cases]
+            kinds = [[DIMS[each["x"].dim()], *([NO_BIAS] if each["bias"] is None else [])] for each in drawn]
+            tell_cases(end, lambda i: run([cases[i]]), kinds, STEPS)
+            raise
         seen = {}
         for number, case in enumerate(cases):
             mine = [result[number] for result in results]

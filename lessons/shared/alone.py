@@ -1,0 +1,35 @@
+"""Which of several cases an error belongs to, found out by running each of them alone."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from grader.checks import CheckEnded, Verdict
+
+
+def tell_cases(
+    end: CheckEnded,
+    run_one: Callable[[int], object],
+    kinds: Sequence[Collection[str]],
+    steps: Mapping[str, str],
+) -> None:
+    """Give an error of which no cause is known the kind of case that it comes with.
+
+    Args:
+        run_one: runs the case of a number, alone.
+        kinds: by case, the kinds that it is of, in words that go on after "where".
+        steps: for each kind the next step. One is told only if all of its cases end so, and no other does.
+    """
+    if end.verdict != Verdict.CRASHED or end.cause:
+        return
+    crashing = [_crashes(run_one, i) for i in range(len(kinds))]
+    for kind, step in steps.items():
+        if any(crashing) and [kind in each for each in kinds] == crashing:
+            end.cause, end.help = f"it happens where {kind}, and nowhere else", step
+            return
+
+
+def _crashes(run_one: Callable[[int], object], number: int) -> bool:
+    try:
+        run_one(number)
+    except CheckEnded:
+        return True
+    return False
