@@ -13,7 +13,7 @@ from lessons_shared.earlier import by_earlier_counts
 from lessons_shared.evaluation import HELP, without_gradients
 from lessons_shared.passes import of_the_loss_alone
 
-from .shared import BACKWARD, SIZES
+from .shared import BACKWARD, SIZES, summed_back
 
 exercise(
     "next_token_loss",
@@ -177,18 +177,10 @@ def the_loss_is_the_same_in_validation(trial: Trial) -> None:
     require_losses(trial, "silent", "the loss under torch.no_grad()", HELP)
 
 
-SUMMED_BACK = (
-    "n times too large: backward has an all-reduce, which sums over the ranks the gradient that comes in, as "
-    "the backward of a differentiable all_reduce does. Each rank's is that of the one loss, and whole already"
-)
-AS_IT_IS = "Let it pass as it is: what goes on after the sum is the same on every rank."
-
-
 @check("next_token_loss")
 def gradient_reaches_every_position(trial: Trial) -> None:
     """The gradient of each rank's logits is its part of one process's, at the borders, too."""
     seen, n = trial.once(observe), trial.num_ranks
-    summed = all(r["recording"].select("all_reduce", BACKWARD) for r in seen.results)
     for i, (name, (logits, tokens)) in enumerate(seen.cases.items()):
         whole = logits.double().requires_grad_()
         labels = labels_of(tokens)
@@ -197,16 +189,14 @@ def gradient_reaches_every_position(trial: Trial) -> None:
         inside = torch.cat([labels_of(t) for t in tokens.chunk(n, 1)], 1)
         lost = logits.double().requires_grad_()
         (FACTOR * each_loss(lost, inside).sum() / (inside != -1).sum()).backward()
-        others = {}
+        others = of_the_loss_alone(right, FACTOR) | summed_back(seen.results, [n * g for g in right])
         if n > 1 and name != "one position a rank":
-            others["the last position of each part has no gradient"] = list(lost.grad.chunk(n, 1))
-        if n > 1 and summed:
-            others[SUMMED_BACK] = Fault([n * g for g in right], AS_IT_IS)
+            others["the last position of each part has no gradient"] = Fault(list(lost.grad.chunk(n, 1)))
         trial.close(
             f"the gradient of the logits ({name})",
             [r["results"][i]["gradient"] for r in seen.results],
             right,
-            others | of_the_loss_alone(right, FACTOR),
+            others,
             help="The value is the mean of all; the gradient is that of your own sum over the count of all.",
         )
 

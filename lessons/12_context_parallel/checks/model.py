@@ -21,6 +21,7 @@ from .shared import (
     hops_at_most,
     neighbours_only,
     nothing_is_long,
+    summed_back,
 )
 
 exercise(
@@ -201,7 +202,7 @@ def require_gradients(
             what,
             found,
             right,
-            {cause: other[name] for cause, other in others.items()},
+            {cause: other[name] for cause, other in others.items()} | summed_back(seen.results, n * right),
             help,
         )
 

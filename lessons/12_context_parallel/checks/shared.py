@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import Event, Recording, Trial, tensors_in
+from grader.checks import Event, Fault, Recording, Trial, tensors_in
 
 BACKWARD = "backward begins"
 SIZES = (2, 1, 4, 3)
@@ -201,3 +201,16 @@ def hops_at_most(
         help=why,
         rank=rank,
     )
+
+
+def summed_back(results: list[dict], times_n: Tensor | list[Tensor]) -> dict[str, Fault]:
+    """By cause: gradients n times too large, if each rank's backward has an all-reduce of a few numbers."""
+    by_rank = [r["recording"].select("all_reduce", BACKWARD) for r in results]
+    if len(results) == 1 or not all(any(event.num_bytes <= FEW for event in events) for events in by_rank):
+        return {}
+    cause = (
+        "n times too large: backward has an all-reduce of the loss's own gradient, as the backward of a "
+        "differentiable all_reduce does. The loss is one, and each rank's gradient of it whole already"
+    )
+    step = "Let it pass as it is: the value is the sum of all, and backward goes on through this rank's term."
+    return {cause: Fault(times_n, step)}
