@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grader.checks import Trial, check, exercise
+from lessons_shared.passes import of_the_loss_alone
 
 exercise(
     "share_loss",
@@ -46,6 +47,10 @@ HALF_DIGITS = 5e-3
 FEW_SUM = 4000.0
 """The sum of a rank's losses then: n times as much is in reach of float16, and the mean is no tiny number."""
 
+FACTOR = 8.0
+"""What a loss is multiplied by before it goes back, as a scaler does: float16 rounds nothing by it, and it is
+no number of ranks, or its square."""
+
 
 def weigh(rank: Any, start: Tensor, cases: list[dict]) -> list[dict]:
     """Losses of a line through numbers, summed here; what share_loss makes of the sum; its backward."""
@@ -60,7 +65,7 @@ def weigh(rank: Any, start: Tensor, cases: list[dict]) -> list[dict]:
             recording.mark("backward")
             watched = isinstance(part, Tensor) and part.requires_grad and part.numel() == 1
             if watched:
-                part.backward()
+                (FACTOR * part).backward()
         answers.append(
             {
                 "part": part.detach().clone() if isinstance(part, Tensor) else None,
@@ -244,7 +249,8 @@ def require_gradients(trial: Trial, case: Case, answers: list[dict], truth: Simp
     trial.close(
         f"the mean over ranks of the gradients, with {case}",
         torch.stack([answer["gradient"] for answer in answers]).mean(0),
-        truth.mean,
+        FACTOR * truth.mean,
+        alternatives=of_the_loss_alone([FACTOR * truth.mean], FACTOR),
         help="Its gradient is that of loss_sum, times the same number.",
     )
 
