@@ -4,6 +4,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from grader.checks import CheckEnded, Verdict
 
+NO_BIAS = {
+    "there is no bias": "bias is None then, as in nn.Linear: add it, and give it a gradient, only where "
+    "there is one."
+}
+"""A kind of case, and its next step."""
+
 
 def tell_cases(
     end: CheckEnded,

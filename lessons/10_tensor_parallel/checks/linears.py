@@ -16,7 +16,7 @@ from grader.checks import (
     stand_alone,
     storage_bytes,
 )
-from lessons_shared.alone import tell_cases
+from lessons_shared.alone import NO_BIAS, tell_cases
 from lessons_shared.cut_gpt import (
     own_part,
 )
@@ -99,14 +99,13 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tenso
 
 
 DIMS = {2: "x has two dimensions, (tokens, features)", 3: "x has three dimensions, (b, s, features)"}
-NO_BIAS = "there is no bias"
 STEPS = {
     **dict.fromkeys(
         DIMS.values(),
         "A layer takes any number of dimensions before the last: F.linear does, and a backward of your own "
         "may flatten them, as in gradient.flatten(0, -2).T @ x.flatten(0, -2).",
     ),
-    NO_BIAS: "bias is None then, as in nn.Linear: add it, and give it a gradient, only where it is there.",
+    **NO_BIAS,
 }
 
 
@@ -133,7 +132,7 @@ def observe_linear(kind: str):
             results = run(cases)
         except CheckEnded as end:
             drawn = [case["drawn"] for case in cases]
-            kinds = [[DIMS[each["x"].dim()], *([NO_BIAS] if each["bias"] is None else [])] for each in drawn]
+            kinds = [[DIMS[each["x"].dim()], *(NO_BIAS if each["bias"] is None else [])] for each in drawn]
             tell_cases(end, lambda i: run([cases[i]]), kinds, STEPS)
             raise
         seen = {}
