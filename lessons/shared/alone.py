@@ -26,16 +26,18 @@ def tell_cases(
     """
     if end.verdict != Verdict.CRASHED or end.cause:
         return
-    crashing = [_crashes(run_one, i) for i in range(len(kinds))]
+    verdicts = [_verdict(run_one, i) for i in range(len(kinds))]
+    if set(verdicts) != {Verdict.PASSED, Verdict.CRASHED}:
+        return
     for kind, step in steps.items():
-        if any(crashing) and [kind in each for each in kinds] == crashing:
+        if [kind in each for each in kinds] == [verdict == Verdict.CRASHED for verdict in verdicts]:
             end.cause, end.help = f"it happens where {kind}, and nowhere else", step
             return
 
 
-def _crashes(run_one: Callable[[int], object], number: int) -> bool:
+def _verdict(run_one: Callable[[int], object], number: int) -> Verdict:
     try:
         run_one(number)
-    except CheckEnded:
-        return True
-    return False
+    except CheckEnded as end:
+        return end.verdict
+    return Verdict.PASSED

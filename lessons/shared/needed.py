@@ -25,7 +25,7 @@ def none_is_missing(trial: Trial, gradients: Mapping[str, Sequence[Tensor | None
             cause = "backward returns no gradient at all there, and not only none for what needs none"
         trial.require(
             not missing,
-            f"the gradient of {names} is None where {where}",
+            f"the gradient of {' and of '.join(missing)} is None where {where}",
             help=IN_ORDER,
             rank=rank,
             cause=cause,
