@@ -238,7 +238,8 @@ def observe_uneven(trial: Trial) -> SimpleNamespace:
 
 
 def observe_clipped(trial: Trial) -> SimpleNamespace:
-    return observe(trial, draw(trial, 6, 3, sharpness=10.0, even=True))
+    """What is left over is a step with a large gradient, too."""
+    return observe(trial, draw(trial, 7, 3, sharpness=10.0, even=True))
 
 
 def observe_left_over(trial: Trial) -> SimpleNamespace:

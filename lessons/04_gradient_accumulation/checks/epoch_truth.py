@@ -57,6 +57,8 @@ class Slip:
     weigh: str = "targets"
     clip_each: bool = False
     clip: bool = True
+    clip_rest: bool = True
+    """Whether the gradient of a shorter group at the end is clipped as well."""
     zero: bool = True
     zero_held: bool = False
     """What the optimizer does not hold keeps its gradients, and the norm counts them."""
@@ -182,7 +184,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                 total = sum(means) / len(group)
             if slip.by_value:
                 nn.utils.clip_grad_value_(model.parameters(), NORM)
-            elif slip.clip:
+            elif slip.clip and (slip.clip_rest or len(group) == case.accumulate):
                 nn.utils.clip_grad_norm_(model.parameters(), NORM)
             if slip.early:
                 with warnings.catch_warnings(action="ignore"):  # torch tells of it, too
@@ -210,6 +212,7 @@ SLIPS = {
         weigh="accumulate", clip_each=True
     ),
     "not clipped": Slip(clip=False),
+    "what is left over makes a step that is not clipped": Slip(clip_rest=False),
     "each element was clipped to 1 by itself, where the norm of all together belongs": Slip(by_value=True),
     "the scheduler moved on before the optimizer had made its step": Slip(early=True),
     "what stood in .grad before is still there: zero_grad belongs before each group's first backward": Slip(
