@@ -54,7 +54,8 @@ def without_some_graphs(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
 def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
     """Two forwards, then backward of both, then a forward without gradients, and one in evaluation mode.
 
-    At last a pass with block 0 in evaluation mode, as a frozen one may be.
+    At last a pass with block 0 in evaluation mode, as a frozen one may be, one with another `sizes`, and the
+    blocks by themselves.
     """
     ways = {
         "plain": plain_forward,
@@ -88,11 +89,21 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     before = len(log.entries)
     blocks.train()[0].eval()
     forward(blocks, third.clone().requires_grad_(), sizes).sum().backward()
+    ran, before, other = log.entries[before:], sizes.detach().clone(), torch.zeros_like(sizes)
+    forward(blocks.train(), third.clone().requires_grad_(), other)
+    seen["another"] = other.detach().clone()
+    left = {"a call with another `sizes`": torch.equal(sizes, before)}
+    before = sizes.detach().clone()
+    x = third.clone().requires_grad_()
+    for block in blocks:
+        x = block(x)
+    left["the blocks by themselves"] = torch.equal(sizes, before) and torch.equal(other, seen["another"])
     return {
         "outputs": [y.detach().clone(), z.detach().clone()],
         "gradients": found,
-        "called with block 0 in evaluation": log.entries[before:],
+        "called with block 0 in evaluation": ran,
         "sizes": seen,
+        "left alone by": left,
         "sizes require a gradient": graph,
         "called": called,
         "recording": recording,
@@ -164,10 +175,28 @@ SECOND_FORWARD = (
 OUTSIDE = "What happens once a forward belongs outside of what is checkpointed: it needs no flag there."
 
 
+def require_nothing_is_left(trial: Trial, seen: SimpleNamespace) -> None:
+    """What a call did to the blocks moves no `sizes` after it."""
+    left = seen.mine["left alone by"]
+    trial.require(
+        left["the blocks by themselves"],
+        "after the calls, blocks that run by themselves, without watched_forward, move a `sizes`",
+        cause="a hook of an earlier call is still on the block, or a forward that it put in place",
+        help="Measure x in the loop; or take off what a call puts on a block before it returns.",
+    )
+    trial.require(
+        left["a call with another `sizes`"],
+        "a call with another `sizes`, as for validation, moves the one of the calls before",
+        cause="an earlier call's `sizes` is kept, and later calls move it",
+        help="Each call moves the tensor that it is given, and no other.",
+    )
+
+
 @check("watched_forward")
 def a_forward_moves_the_mean_once(trial: Trial) -> None:
     """A forward, with gradients or without, moves each running mean once, a tenth of the way."""
     seen = trial.once(observe)
+    require_nothing_is_left(trial, seen)
     one_alone = seen.plain["sizes"] | {"after two forwards": seen.plain["sizes"]["after a forward"]}
     for when in ("after a forward", "after two forwards"):
         close_by_name(
@@ -203,6 +232,13 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
             alternatives={"that forward has not moved it": seen.plain["sizes"][before]},
             help="Evaluation is a forward too: it moves the means once.",
         )
+    trial.close(
+        "another `sizes`, handed over in a later call,",
+        seen.mine["sizes"]["another"],
+        seen.plain["sizes"]["another"],
+        alternatives={"that call has not moved it": torch.zeros_like(seen.plain["sizes"]["another"])},
+        help="Each call moves the tensor that it is given.",
+    )
 
 
 @check("watched_forward")
