@@ -47,8 +47,9 @@ def observe_even(trial: Trial) -> SimpleNamespace:
 
 
 def observe_odd(trial: Trial) -> SimpleNamespace:
-    odd = draw(trial, trial.num_ranks * trial.integer(200, 400) + 1)
-    return ask(trial, "ring_reduce_scatter", [*sizes(trial), odd])
+    n = trial.num_ranks
+    odd, few, two_more = (draw(trial, size) for size in (n * trial.integer(200, 400) + 1, n + 1, 2 * n + 2))
+    return ask(trial, "ring_reduce_scatter", [*sizes(trial), odd, few, two_more])
 
 
 def observe_layouts(trial: Trial) -> SimpleNamespace:
@@ -122,7 +123,7 @@ def require_shards(
 
 
 def require_chunks(trial: Trial, case: Case, answers: list[dict[str, Any]]) -> None:
-    """Every shard is one-dimensional and no longer than an n-th; together they are long enough."""
+    """Every shard is one-dimensional and no longer than an n-th; each holds what is there for its chunk."""
     for r, answer in enumerate(answers):
         shape = tuple(answer["returned"].shape)
         trial.require(
@@ -144,6 +145,19 @@ def require_chunks(trial: Trial, case: Case, answers: list[dict[str, Any]]) -> N
         f"given {case}: all shards together have {together} elements, so "
         f"{case.num_elements - together} were lost",
         help="Round the size of a chunk up, and fill the last one with zeros.",
+    )
+    n, size = trial.num_ranks, case.chunk_size
+    lengths = [answer["returned"].numel() for answer in answers]
+    needed = [min(size, max(0, case.num_elements - r * size)) for r in range(n)]
+    alike = [len(chunk) for chunk in torch.arange(case.num_elements).tensor_split(n)]
+    trial.require(
+        all(length >= least for length, least in zip(lengths, needed, strict=True)),
+        f"given {case}: by rank the shards have {lengths} elements, and the chunks of "
+        f"ceil({case.num_elements}/{n}) = {size} have {needed}, without filling",
+        cause="the chunks are as equal in length as can be, as tensor_split makes them"
+        if lengths == alike
+        else "",
+        help=f"Chunk r begins at element r · {size}: what is short, or empty, stands at the tensor's end.",
     )
 
 
