@@ -6,11 +6,13 @@ import torch.distributed as dist
 
 from grader.judging.course import find_exercise
 from grader.judging.evidence import Evidence
+from grader.judging.explain import Fault
 from grader.judging.submission import read_submission
-from grader.judging.verdicts import Verdict
+from grader.judging.trial import Trial
+from grader.judging.verdicts import CheckEnded, Verdict
 from grader.ranks.launcher import Code, shared_launcher
 from grader.ranks.limits import Limits
-from grader.ranks.recording import Race
+from grader.ranks.recording import Event, Race
 from tests.bank import judge
 
 NOTHING = Code(cells=(("empty.py", ""),), trusted=True)
@@ -175,6 +177,31 @@ def test_what_was_seen_is_told_with_its_lines() -> None:
     assert "the handle that irecv returns" in step
     at_once = Evidence([(1, Race(event, "shared", "a.py", 3))])
     assert at_once.cause([1], 2, lambda file, line: lines[file, line])[0].count("line 3") == 1
+
+
+@pytest.mark.parametrize(
+    ("use", "rank", "peer", "guessed"),
+    [
+        ("shared", 0, 1, False),
+        ("changed", 2, 0, False),
+        ("read", 1, 2, True),  # neither it nor its peer is wrong
+        ("left", 0, 1, True),
+    ],
+)
+def test_what_was_seen_comes_before_what_fits_by_chance(
+    use: str, rank: int, peer: int, guessed: bool
+) -> None:
+    """On ranks that are wrong, or exchanged with one; a handle that is left may be harmless."""
+    trial = Trial.__new__(Trial)
+    event = Event("send", 16, 4, "float32", (4,), (0, 1, 2), peer, "", True, "", 0, "", 0)
+    trial._evidence = Evidence([(rank, Race(event, use, "", 0))])
+    trial._locate = lambda *_: ""
+    right = [torch.arange(4.0) + r for r in range(3)]
+    fault = [right[0] - 7 * right[0] ** 2 - 1, *right[1:]]
+    with pytest.raises(CheckEnded) as ended:
+        trial.close("x", fault, right, alternatives={"a known fault": Fault(fault, "its step")})
+    assert ("a known fault" in ended.value.cause, ended.value.help == "its step") == (guessed, guessed)
+    assert f"rank {rank}" in ended.value.cause
 
 
 def reduces_to_rank_1(rank):

@@ -1,6 +1,7 @@
 """What a run tells besides its numbers: buffers used too early, and results that one rank alone was given.
 
-Where numbers are wrong, these are causes that were seen, and not guessed from the numbers.
+Where numbers are wrong, these are causes that were seen, and not guessed from the numbers. A buffer that is
+used too early may give any numbers, and by chance those of a fault that a check knows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +28,23 @@ class Evidence:
 
     def cause(self, wrong: Sequence[int], num_ranks: int, locate: Locate) -> tuple[str, str]:
         """Why the numbers of some ranks are wrong, and the next step; nothing where nothing was seen."""
-        for use in USES:
-            for rank, race in self.races:
-                if race.use == use:
-                    return _race(rank, race, locate)
+        if races := sorted(self.races, key=lambda each: (USES.index(each[1].use), each[0] not in wrong)):
+            return _race(*races[0], locate)
         right = [r for r in range(num_ranks) if r not in wrong]
         for _, event in self.events if len(right) == 1 else ():
             if event.kind == "reduce" and event.peer == right[0]:
                 told = f"the {_at(event, locate)} gives its result to {of_ranks(right)} alone"
                 return told, "dist.all_reduce gives it to every rank."
         return "", ""
+
+    def explains(self, wrong: Sequence[int]) -> bool:
+        """Whether a rank that is wrong, or that exchanged with one, used a buffer too early.
+
+        A handle that is left may be harmless, and a fault that gives the same numbers is likelier then.
+        """
+        return any(
+            race.use != "left" and (rank in wrong or race.event.peer in wrong) for rank, race in self.races
+        )
 
 
 def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
@@ -61,7 +69,8 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
             "Is a tensor in the list twice, as a tied weight is in state_dict()? Else each needs its own.",
         )
     if race.use == "shared":
-        return told, "What comes needs a tensor of its own, such as torch.empty_like(what is sent)."
+        own = "What comes needs a tensor of its own, such as torch.empty_like(what is sent)"
+        return told, f"{own}; or wait for the send first."
     return told, step if race.use != "changed" else step + " Or give every message a buffer of its own."
 
 

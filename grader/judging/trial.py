@@ -381,8 +381,9 @@ class Trial:
             if difference.wrong:
                 seen, then = self._evidence.cause(difference.wrong, len(expecteds), self._locate)
                 if seen:
-                    cause = f"{cause}. What was seen: {seen}" if difference.known else seen
-                    step, sure = step or then, True
+                    guessed = difference.known and not self._evidence.explains(difference.wrong)
+                    cause = f"{cause}. What was seen: {seen}" if guessed else seen
+                    step, sure = step if guessed and step else then, True
             raise CheckEnded(Verdict.WRONG, difference.message, cause, step, asked=help, sure=sure)
 
     def equal(self, what: str, actual: Any, expected: Any, help: str = "") -> None:
