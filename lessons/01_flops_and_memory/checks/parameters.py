@@ -33,6 +33,11 @@ def mlp_projection(config: GPTConfig) -> int:
     return config.n_layer * config.n_embd * (4 * config.n_embd + config.bias)
 
 
+def attention_projection(config: GPTConfig) -> int:
+    """The parameters of attention's c_proj: from h to h in every block."""
+    return config.n_layer * config.n_embd * (config.n_embd + config.bias)
+
+
 def last_norm(config: GPTConfig) -> int:
     """The parameters of ln_f."""
     return config.n_embd * (1 + config.bias)
@@ -44,30 +49,43 @@ MOVES = {
         "many, mlp has too few",
         mlp_projection,
     ),
+    ("attention", "mlp"): (
+        "attention's c_proj, h by h, is counted in mlp: the mlp's has the same name. What attention has too "
+        "few, mlp has too many",
+        attention_projection,
+    ),
     ("norm", "embedding"): (
         "the last norm, ln_f, is counted here. What embedding has too many, norm has too few",
         last_norm,
     ),
 }
-"""The part that something belongs to and the part that it is counted in → how that reads, and its size."""
+"""The part that something belongs to and the part that it is counted in → how that reads, and its size.
+
+It reads as it is told of the one that is compared first.
+"""
 
 
 def moved(answers: Answers, where: Where, part: str) -> dict[str, Callable[[GPTConfig], int]]:
-    """What this part has too much in all calls, where the part that it belongs to has it too little."""
+    """What this part has too much or too little in all calls, and another one too little or too much."""
 
     def off(other: str, sign: int, size: Callable[[GPTConfig], int]) -> bool:
         asked = answers.select(other, where, 0.0)
         return all(whole(each.given) == each.true + sign * size(*each.call) for each in asked)
 
     return {
-        told: size
+        told: partial(times, 1 if part == counted_in else -1, size)
         for (owner, counted_in), (told, size) in MOVES.items()
-        if part == counted_in and off(part, 1, size) and off(owner, -1, size)
+        if part in (owner, counted_in) and off(counted_in, 1, size) and off(owner, -1, size)
     }
 
 
+def times(sign: int, size: Callable[[GPTConfig], int], config: GPTConfig) -> int:
+    """So many parameters too many, or with sign -1 too few."""
+    return sign * size(config)
+
+
 def moved_slips(part: str, found: dict[str, Callable[[GPTConfig], int]], c: GPTConfig) -> dict[str, float]:
-    """What the part has with what does not belong to it."""
+    """What the part has with what does not belong to it, or without what does."""
     return {told: parameters(c)[part] + size(c) for told, size in found.items()}
 
 

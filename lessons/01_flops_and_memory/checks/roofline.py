@@ -65,6 +65,8 @@ def roofline_slips(m: int, k: int, n: int, size: int, peak: float, bandwidth: fl
         "the two times are added up: the machine computes while it moves bytes": flops / (computing + moving),
         "a multiply-add is two FLOPs: 2·m·k·n": of(every, flops=flops / 2),
         "the product is written, too: m·n numbers": of(m * k + k * n),
+        "the product is counted with 4 bytes a number, as if sums in fp32 were written: bytes_per_number "
+        "holds for it too": of(m * k + k * n + m * n * 4 / size),
         "the weights alone, k·n numbers: the other factor is read and the product is written": of(k * n),
         "the factor (m, k) is missing": of(k * n + m * n),
         "bytes_per_number is missing: these are numbers a second, not bytes": of(every, 1),
