@@ -14,6 +14,7 @@ from .models import STATE_BYTES, Layers, build, checkpoint_of
 
 NUM_CALLS = 3
 SLACK = NUM_CALLS * STATE_BYTES
+OUTPUTS = "that is the output of every call: backward does not need it"
 
 
 def keep(
@@ -59,13 +60,17 @@ def nothing_but_the_inputs_is_kept(trial: Trial) -> None:
     """After the forward a checkpoint keeps its inputs: no copies, not its output, nothing in between."""
     seen = trial.once(observe_kept)
     alive, without = (run["recording"].alive("after the forward") for run in (seen.mine, seen.plain))
+    cause = why_kept(alive, without, seen.sizes)
     trial.require(
         alive <= SLACK,
         f"after {NUM_CALLS} checkpoints {alive:,} bytes are alive besides their inputs, which are "
         f"{seen.sizes['in']:,}; without checkpointing it would be {without:,}",
-        help="Every storage counts that still exists, whoever holds it: the graph, a list, an attribute. "
+        help="Who holds it: ctx, a list, an attribute, or a function inside that names it, as a hook that "
+        "compares the second call's output with it? Shape and dtype are enough for that."
+        if cause == OUTPUTS
+        else "Every storage counts that still exists, whoever holds it: the graph, a list, an attribute. "
         "Hold the inputs themselves and nothing else.",
-        cause=why_kept(alive, without, seen.sizes),
+        cause=cause,
     )
     alive, without = (run["recording"].alive("after the forward") for run in (seen.fixed, seen.plain_fixed))
     trial.require(
@@ -90,7 +95,7 @@ def why_kept(alive: int, without: int, sizes: dict[str, int]) -> str:
     """What so many bytes are."""
     known = {
         "that is a copy of every input: keep the inputs themselves": sizes["in"],
-        "that is the output of every call: backward does not need it": sizes["out"],
+        OUTPUTS: sizes["out"],
         "that is a copy of every input, and every output": sizes["in"] + sizes["out"],
         "that is one tensor of the wide layer in each call: who holds it?": sizes["inside"],
         "that is two tensors of the wide layer in each call: who holds them?": 2 * sizes["inside"],
