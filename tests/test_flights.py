@@ -193,6 +193,7 @@ def test_what_was_seen_comes_before_what_fits_by_chance(
 ) -> None:
     """On ranks that are wrong, or exchanged with one; a handle that is left may be harmless."""
     trial = Trial.__new__(Trial)
+    trial.num_ranks = 3
     event = Event("send", 16, 4, "float32", (4,), (0, 1, 2), peer, "", True, "", 0, "", 0)
     trial._evidence = Evidence([(rank, Race(event, use, "", 0))])
     trial._locate = lambda *_: ""

@@ -379,9 +379,11 @@ class Trial:
         if difference is not None:
             cause, step, sure = difference.cause, difference.step, difference.sure
             if difference.wrong:
-                seen, then = self._evidence.cause(difference.wrong, len(expecteds), self._locate)
+                by_rank = len(expecteds) == self.num_ranks  # one tensor alone may be of any rank
+                wrong = difference.wrong if by_rank else range(self.num_ranks)
+                seen, then = self._evidence.cause(wrong, len(expecteds), self._locate)
                 if seen:
-                    guessed = difference.known and not self._evidence.explains(difference.wrong)
+                    guessed = difference.known and not self._evidence.explains(wrong)
                     cause = f"{cause}. What was seen: {seen}" if guessed else seen
                     step, sure = step if guessed and step else then, True
             raise CheckEnded(Verdict.WRONG, difference.message, cause, step, asked=help, sure=sure)
