@@ -49,8 +49,9 @@ def one_way(pieces, group, direction):
 
 
 def ring_reduce_scatter(tensor, group):
-    """One half of each chunk goes up the ring, the other down."""
-    chunks = cut(tensor.flatten(), group.size())
+    """One half of each chunk goes up the ring, the other down; the last chunks are short, or empty."""
+    flat, size = tensor.flatten(), -(-tensor.numel() // group.size())
+    chunks = [flat[size * r : size * (r + 1)] for r in range(group.size())]
     halves = [chunk.tensor_split(2) for chunk in chunks]
     up, down = [a.clone() for a, _ in halves], [b.clone() for _, b in halves]
     one_way(up, group, 1)
