@@ -132,8 +132,8 @@ def test_the_learners_line_is_named() -> None:
 
 
 def test_a_group_without_world_rank_0() -> None:
-    report = on_ranks(doors_of_a_subgroup, world_size=3)
-    assert [event.group for event in report.ranks[1].result["recording"].events] == [(1, 2)]
+    report = on_ranks(doors_of_a_subgroup, group=(1, 3), world_size=4)
+    assert [event.group for event in report.ranks[3].result["recording"].events] == [(1, 3)]
 
 
 def doors_of_a_subgroup(rank):

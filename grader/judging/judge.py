@@ -37,7 +37,7 @@ NOT_THE_WORLD = (
     "where you are given a mesh, without mesh=mesh), for torch.distributed.nn, some of whose functions know "
     "the world alone"
 )
-"""Likely cause of what fails only in the layout that has world rank 0 outside the group, the last one."""
+"""Likely cause of what fails only in the layout with two ranks of four, the last one."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and whether world rank 0 stands outside the group."""
+    """How many ranks, and whether they are some of the world's alone."""
 
     num_ranks: int
     world_size: int
@@ -39,8 +39,16 @@ class Layout:
         if self.world_size == 1:
             return "with 1 rank"
         if self.world_size > self.num_ranks:
-            return f"with a group of {self.num_ranks} in a world of {self.world_size} (world rank 0 outside)"
+            members = " and ".join(map(str, self.group))
+            return f"with a group of {self.num_ranks} in a world of {self.world_size} (world ranks {members})"
         return f"with {self.num_ranks} ranks"
+
+    @property
+    def group(self) -> list[int]:
+        """World ranks. Of a larger world the odd ones: rank 0 is not in it, and no two are neighbours."""
+        return list(
+            range(self.world_size) if self.world_size == self.num_ranks else range(1, self.world_size, 2)
+        )
 
 
 @dataclass
@@ -59,7 +67,7 @@ class Exercise:
     def layouts(self) -> list[Layout]:
         """The layouts to try, in order."""
         layouts = [Layout(n, n) for n in self.world_sizes]
-        return [*layouts, Layout(2, 3)] if self.subgroup else layouts
+        return [*layouts, Layout(2, 4)] if self.subgroup else layouts
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ def exercise(
     Args:
         name: the learner's class or function; unique in the course.
         world_sizes: the numbers of ranks to check with, in this order.
-        subgroup: also with two ranks of three, world rank 0 outside the group.
+        subgroup: also with two ranks of four, world ranks 1 and 3.
         hints: from a nudge to nearly the answer.
         optional: graded only where the submission defines it.
         distributed: whether its ranks need a process group.
@@ -124,7 +132,7 @@ def check(
 
     Args:
         world_sizes: only at these numbers of ranks; None is all of the exercise's.
-        subgroup: also in the layout with world rank 0 outside, if the exercise has that.
+        subgroup: also in the layout with two ranks of four, if the exercise has that.
         first_of: only at one number of ranks, the first of these that there is. For what takes long, and
             does not depend on how many they are: three ranks show most, and a machine may have two GPUs.
         optional: an extra, shown as a star. It is looked at once all checks before it hold, and the exercise
@@ -336,6 +344,7 @@ class Trial:
             self._code,
             orders,
             limits=limits,
+            group=self.layout.group,
             world_size=self.layout.world_size,
             distributed=self._distributed,
             device=self._device,
@@ -345,7 +354,7 @@ class Trial:
         self.reused |= not report.fresh
         if not self._keep_ranks:
             session.close()
-        group = list(range(self.layout.world_size - self.num_ranks, self.layout.world_size))
+        group = self.layout.group
         self.output = "\n".join(report.ranks[r].output for r in group)
         for r, rank in enumerate(group):
             races, events = report.ranks[rank].races, report.ranks[rank].events

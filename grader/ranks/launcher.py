@@ -262,6 +262,7 @@ class Session:
         arguments: Sequence[Sequence[Any]],
         *,
         limits: Limits,
+        group: Sequence[int] | None = None,
         world_size: int | None = None,
         distributed: bool = True,
         device: str = "cpu",
@@ -270,12 +271,13 @@ class Session:
     ) -> RunReport:
         """Run `probe(rank, *arguments[r])` on the ranks of a group, and wait for how it ends.
 
-        The group is the last `len(arguments)` ranks of the world. Without a probe, the argument is a pickled
-        (function, args).
+        Without a probe, the argument is a pickled (function, args).
+
+        Args:
+            group: the world's ranks that are in it; all, if it is left out.
         """
-        num_ranks = len(arguments)
-        world_size = world_size or num_ranks
-        group = list(range(world_size - num_ranks, world_size))
+        world_size = world_size or len(arguments)
+        group = list(range(world_size) if group is None else group)
         header = {
             "world_size": world_size,
             "group": group,
@@ -302,8 +304,9 @@ class Session:
         }
         orders = []
         for world_rank in range(world_size):
-            mine = arguments[world_rank - group[0]] if world_rank in group else ()
-            seed = seeds[world_rank - group[0]] if seeds and world_rank in group else secrets.randbits(31)
+            place = group.index(world_rank) if world_rank in group else None
+            mine = () if place is None else arguments[place]
+            seed = seeds[place] if seeds and place is not None else secrets.randbits(31)
             delay = None if delay_seed is None else delay_seed + world_rank
             orders.append({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay})
         summary, answers, fresh = self._ask(header, code, orders)

@@ -197,6 +197,12 @@ class _Run:
                 rank, read = key.data
                 read(rank)
 
+    def _place(self, world_rank: int) -> int:
+        """Where a rank stands if those of the group, which compute, come first."""
+        members = self.header["group"]
+        others = [r for r in range(self.header["world_size"]) if r not in members]
+        return [*members, *others].index(world_rank)
+
     def _fork(self, world_rank: int) -> _Rank:
         ours, theirs = socket.socketpair()
         read_end, write_end = os.pipe()
@@ -209,7 +215,7 @@ class _Run:
                 _become_rank(theirs, write_end, dump)
                 _limit(self.header["memory_bytes"], self.directory)
                 if self.header["device"] == "cpu":
-                    keep_to_one_core(world_rank, self.header["world_size"], first=os.getppid())
+                    keep_to_one_core(self._place(world_rank), self.header["world_size"], first=os.getppid())
                 run_worker(theirs, world_rank, self.header, self.directory, dump, log, self.guard)
             finally:
                 os._exit(0)

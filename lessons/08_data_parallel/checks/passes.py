@@ -51,16 +51,23 @@ FINISH = "finish"
 
 
 def passes(
-    rank: Any, seed: int, quiet: list[bool], broken: bool, other: bool, cleared: bool, batches: list[tuple]
+    rank: Any,
+    seed: int,
+    quiet: list[bool],
+    broken: bool,
+    other: bool,
+    cleared: bool,
+    bucket_bytes: int,
+    batches: list[tuple],
 ) -> dict:
-    """Backward passes of the awkward model, one bucket a parameter; `quiet` passes are inside no_sync().
+    """Backward passes of the awkward model; `quiet` passes are inside no_sync().
 
     Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves it each
     time. With `other`, the passes that are not quiet are inside the no_sync() of another module. With
     `cleared`, every pass is a step of its own: gradients are None when it begins.
     """
     model = build(Mixed, seed).to(rank.device)
-    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
+    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=bucket_bytes)
     if other:
         beside = rank.submission.DataParallel(build(Skipping, seed).to(rank.device), rank.group)
     with rank.record() as recording:
@@ -95,6 +102,7 @@ def observe_passes(
     broken: bool = False,
     other: bool = False,
     cleared: bool = False,
+    bucket_bytes: int = 1,
 ) -> SimpleNamespace:
     seed, drawn = trial.seed(), draw_passes(trial, *orders)
     given = [([p[r] for p in drawn],) for r in range(trial.num_ranks)]
@@ -104,7 +112,7 @@ def observe_passes(
         if any(len(set(order)) > 1 for order in orders)
         else ""
     ):
-        results = trial.run(passes, seed, quiet, broken, other, cleared, per_rank=given)
+        results = trial.run(passes, seed, quiet, broken, other, cleared, bucket_bytes, per_rank=given)
     first, drawn = drawn[0], drawn[-1:] if cleared else drawn
     expected, own = expected_gradients(seed, drawn)
     return SimpleNamespace(
@@ -161,6 +169,11 @@ def observe_two_steps(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False, False], [BOTH], [("left",), BOTH], cleared=True)
 
 
+def observe_later_use(trial: Trial) -> SimpleNamespace:
+    """In the second step all ranks use a layer that none has used in the first, and all share a bucket."""
+    return observe_passes(trial, [False, False], [("left",)], [BOTH], cleared=True, bucket_bytes=2**20)
+
+
 @check("DataParallel")
 def ranks_may_use_different_layers(trial: Trial) -> None:
     """A layer that some ranks did not use counts as zero there, and no rank waits for ever."""
@@ -169,6 +182,23 @@ def ranks_may_use_different_layers(trial: Trial) -> None:
         trial.once(observe_corners),
         help="finish_gradient_synchronization() sends the buckets that never became full.",
     )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def a_step_counts_afresh(trial: Trial) -> None:
+    """A layer that no rank has used in the step before is averaged, with all that are in its bucket."""
+    help = "When a step ends, nothing of its gradients has come yet: forget which, or how many, had."
+    seen = trial.once(observe_later_use)
+    require_gradients(trial, seen, "in a second step, the first that uses all layers,", counted_on, help)
+
+
+def counted_on(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+    """What is there if a bucket leaves when as many gradients have come as it has, over two steps."""
+    own = [own[name] for own in seen.own]
+    return {
+        "each rank's own: its bucket left before it was there. What came in the step before, where a layer "
+        "of the bucket was unused, was still counted": own
+    }
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise, is_close
+from nanogpt.model import GPT
 
 from .fully_sharded import full, plain
 from .hybrid_slips import LATE, by_factor, gradients_after, rules
@@ -103,6 +104,13 @@ def observe(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(on_machines=on_machines, seed=numbers[0], by_rank=by_rank, starts=starts)
 
 
+def frozen_alone(each: SimpleNamespace, model: GPT, expected: dict[str, Tensor]) -> str:
+    """That frozen weights alone differ, in words, where all that are trained are right."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    right = all(is_close(one["start"].get(name), expected[name]) for one in each.results for name in trained)
+    return ". These are frozen weights; those that are trained have come" if right else ""
+
+
 @check("hybrid_shard")
 def weights_are_the_first_ranks(trial: Trial) -> None:
     """On every machine full_state_dict() gives the weights that the mesh's first rank started with."""
@@ -110,6 +118,7 @@ def weights_are_the_first_ranks(trial: Trial) -> None:
     starts = [model.state_dict() for model in seen.starts]
     for each in seen.on_machines:
         machine = {r: row for row in each.machines for r in row}
+        frozen = frozen_alone(each, seen.starts[0], starts[0])
         for name, expected in starts[0].items():
             for r, result in enumerate(each.results):
                 trial.require(
@@ -123,9 +132,8 @@ def weights_are_the_first_ranks(trial: Trial) -> None:
                 [result["start"][name] for result in each.results],
                 expected,
                 alternatives={
-                    "each machine has the weights of its own first rank: nobody told it the others'": [
-                        starts[machine[r][0]][name] for r in range(trial.num_ranks)
-                    ],
+                    "each machine has the weights of its own first rank: nobody told it the others'"
+                    + frozen: [starts[machine[r][0]][name] for r in range(trial.num_ranks)],
                     "each rank still has what it started with": [start[name] for start in starts],
                 },
                 help="FullySharded takes those of its own group's rank 0: hand the shards across as well.",

@@ -219,6 +219,16 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             ),
             ONE_ROOT,
         ),
+        "the norm of each gradient is rounded to the gradient's dtype before it is squared": Fault(
+            root(
+                sum(
+                    part.double().norm().to(part.dtype).double().square()
+                    for name, x in whole.items()
+                    for part in every_part(x, PARAMETERS[name][1], sizes)
+                )
+            ),
+            "Widen the gradient before you take its norm: gradient.double().",
+        ),
         "it is the square of the norm": Fault(sum(squares.values()), ONE_ROOT),
         "what no dimension cuts is left out": root(sum(x for n, x in squares.items() if PARAMETERS[n][1])),
         "it is averaged over the ranks": root(sum(local) / num_ranks),

@@ -86,6 +86,9 @@ def cause(seen: SimpleNamespace) -> str:
         "the group of rank 0": lambda r, s, d: ranks_along(0, s, d),
         "the coordinates along the dimensions further out are lost: the group lies where they are 0, and the "
         "rank itself is not in it": lambda r, s, d: ranks_along(r % within(s, d), s, d),
+        "the coordinates along the dimensions further in are lost: the group lies where they are 0": (
+            lambda r, s, d: ranks_along(r // within(s, d) * within(s, d), s, d)
+        ),
     }
     answers = [tuple(result["answer"]) for result in seen.results]
     for words, slip in slips.items():
