@@ -186,12 +186,13 @@ def test_what_was_seen_is_told_with_its_lines() -> None:
         ("changed", 2, 0, False),
         ("read", 1, 2, True),  # neither it nor its peer is wrong
         ("left", 0, 1, True),
+        ("twice", 0, 1, True),
     ],
 )
 def test_what_was_seen_comes_before_what_fits_by_chance(
     use: str, rank: int, peer: int, guessed: bool
 ) -> None:
-    """On ranks that are wrong, or exchanged with one; a handle that is left may be harmless."""
+    """On ranks that are wrong, or exchanged with one. What is left, or comes twice, may be harmless."""
     trial = Trial.__new__(Trial)
     trial.num_ranks = 3
     event = Event("send", 16, 4, "float32", (4,), (0, 1, 2), peer, "", True, "", 0, "", 0)

@@ -40,10 +40,12 @@ class Evidence:
     def explains(self, wrong: Sequence[int]) -> bool:
         """Whether a rank that is wrong, or that exchanged with one, used a buffer too early.
 
-        A handle that is left may be harmless, and a fault that gives the same numbers is likelier then.
+        A handle that is left may be harmless, and so may a tensor that is filled twice with the same: a fault
+        that gives the same numbers is likelier then.
         """
         return any(
-            race.use != "left" and (rank in wrong or race.event.peer in wrong) for rank, race in self.races
+            race.use not in ("left", "twice") and (rank in wrong or race.event.peer in wrong)
+            for rank, race in self.races
         )
 
 
