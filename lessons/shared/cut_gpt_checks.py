@@ -133,10 +133,11 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
         )
     for what, key, same_as in (("the loss", "quiet loss", "loss"), ("the logits", "quiet", "logits")):
         trial.close(
-            f"{what} in evaluation under no_grad, with targets ({seen.name})",
+            f"{what} in evaluation under no_grad, with targets by name, targets=..., ({seen.name})",
             each_rank(seen, key),
             each_rank(seen, same_as),
-            help="Whether there are targets decides what is returned, and no mode of the model.",
+            help="Whether there are targets decides what is returned, and no mode of the model. A forward "
+            "hook is not given what has a name in the call: the loss that comes back tells.",
         )
     ranges = ranges_of(seen)
     if ranges is not None:

@@ -48,7 +48,7 @@ def passes(
     in_evaluation = local(model(idx)[0].detach())
     with torch.no_grad():
         last, none = model(idx)
-        quiet, quiet_loss = model(idx, targets)
+        quiet, quiet_loss = model(idx=idx, targets=targets)  # a forward hook sees no argument with a name
     return {
         "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
         "last in training": in_training, "last in evaluation": in_evaluation,

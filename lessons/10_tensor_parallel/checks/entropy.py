@@ -53,9 +53,9 @@ def one_entropy(rank, case: dict) -> dict:
     targets = case["targets"].clone()
     with rank.record(memory=True) as recording:
         loss = rank.submission.vocab_parallel_cross_entropy(logits, targets, rank.group)
-        unchanged = torch.equal(before, logits.detach()) and torch.equal(targets, case["targets"])
         recording.mark(BACKWARD)
         (loss * case["factor"]).backward(retain_graph=True)
+    unchanged = torch.equal(before, logits.detach()) and torch.equal(targets, case["targets"])
     try:
         (again,) = torch.autograd.grad(loss * case["factor"], leaf)
     except RuntimeError:  # a backward that writes into what it saved may refuse the second time
@@ -437,8 +437,8 @@ def full_logits_never_exist(trial: Trial) -> None:
             )
             trial.require(
                 result["unchanged"],
-                "logits or targets were changed in place",
-                help="Work on copies.",
+                "logits or targets were changed in place, in forward or in backward",
+                help="Work on copies: what backward needs of the logits is the softmax, a tensor of its own.",
                 rank=rank,
             )
 

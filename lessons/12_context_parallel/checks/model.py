@@ -356,27 +356,46 @@ def names_stay_gpts_and_the_batch_stays(trial: Trial) -> None:
         )
 
 
-def refusal_probe(rank, sizes: dict, length: int) -> str:
+def refusal_probe(rank, sizes: dict, idx: Tensor) -> str | Tensor:
+    """The error's name, or the loss."""
     torch.manual_seed(0)
-    idx = torch.zeros(2, length, dtype=torch.int64, device=rank.device)
     try:
         model = rank.submission.context_parallelize(GPT(config_of(sizes)).to(rank.device), rank.group)
-        model(idx, idx)
+        return model(idx, idx)[1].detach()
     except Exception as error:
         return type(error).__name__
-    return "no error"
 
 
 @check("context_parallelize", world_sizes=(2, 3, 4))
 def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
-    """A sequence whose length is not divisible by n is a ValueError when the model is called."""
-    sizes = small_config(trial)
-    length = sizes["length"] - trial.integer(1, trial.num_ranks - 1)
-    for r, told in enumerate(trial.run(refusal_probe, sizes, length)):
+    """A sequence whose length is not divisible by n is a ValueError when the model is called.
+
+    If it is divisible by n and not by 2n, plain parts have the dense model's loss.
+    """
+    sizes, n = small_config(trial), trial.num_ranks
+    length = sizes["length"] - trial.integer(1, n - 1)
+    idx = trial.tokens(sizes["vocab_size"], 2, length)
+    for r, told in enumerate(trial.run(refusal_probe, sizes, idx)):
         trial.require(
             told == "ValueError",
-            f"{length} tokens over {trial.num_ranks} ranks gave {told} where a ValueError belongs",
+            f"{length} tokens over {n} ranks gave {told if isinstance(told, str) else 'a loss'} where a "
+            "ValueError belongs",
             help="Raise a ValueError that names both numbers, before anything is sent. tensor.chunk would "
             "cut uneven parts.",
+            rank=r,
+        )
+    odd = trial.tokens(sizes["vocab_size"], 2, sizes["length"] - n)
+    torch.manual_seed(0)
+    dense = GPT(config_of(sizes))(odd, odd)[1].detach()
+    for r, told in enumerate(trial.run(refusal_probe, sizes, odd)):
+        trial.require(
+            told == "ValueError" or (isinstance(told, Tensor) and is_close(told, dense)),
+            f"{odd.size(1)} tokens are divisible by {n}, and not by {2 * n}: they gave "
+            + (
+                told
+                if isinstance(told, str)
+                else f"the loss {told:.4f}, and on one process it is {dense:.4f}"
+            ),
+            help="Zigzag parts are two pieces each: refuse what 2n does not divide, or tokens are lost.",
             rank=r,
         )
