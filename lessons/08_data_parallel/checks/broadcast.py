@@ -83,7 +83,8 @@ def left_out(seen: SimpleNamespace, dtype: torch.dtype) -> str:
         for r, model in enumerate(seen.starts)
         for kind, own in (("weights", weights(model)), ("buffers", dict(model.named_buffers())))
         for name, tensor in own.items()
-        if not torch.equal(seen.results[r][kind][name], tensor)
+        for found in [seen.results[r][kind].get(name)]
+        if found is not None and found.dtype == tensor.dtype and not torch.equal(found, tensor)
     ]
     alone = not dtype.is_floating_point and came and all(came)
     return f": what is of floating point has come alone, and this is {dtype}" if alone else ""

@@ -196,18 +196,17 @@ def _at(
 
 
 def require_nothing_left(trial: Trial, rank: int, result: dict, want: list[bool]) -> None:
-    """No good batch makes weights NaN: a broken one before it has left something behind if it does."""
+    """A good batch makes no weight NaN: a broken one before it has left something behind if it does."""
     for i in range(1, len(want)):
-        if not (want[i] and finite(result["weights"][i - 1 : i]) and result["state"][i - 1]):
+        after_a_broken_one = want[i] and not want[i - 1]
+        if not (after_a_broken_one and finite(result["weights"][i - 1 : i]) and result["state"][i - 1]):
             continue
         trial.require(
             finite(result["weights"][i : i + 1]),
             f"step {i + 1}, on a good batch, made weights NaN or infinite, and until then they were finite",
             help="zero_grad() before backward, also where the batch before was left out.",
             rank=rank,
-            cause=""
-            if want[i - 1]
-            else "the gradient of the broken batch before it is still in .grad, and is added to",
+            cause="the gradient of the broken batch before it is still in .grad, and is added to",
         )
 
 

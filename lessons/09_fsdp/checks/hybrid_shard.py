@@ -107,7 +107,11 @@ def observe(trial: Trial) -> SimpleNamespace:
 def frozen_alone(each: SimpleNamespace, model: GPT, expected: dict[str, Tensor]) -> str:
     """That frozen weights alone differ, in words, where all that are trained are right."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    right = all(is_close(one["start"].get(name), expected[name]) for one in each.results for name in trained)
+    right = all(
+        name in one["start"] and is_close(one["start"][name], expected[name])
+        for one in each.results
+        for name in trained
+    )
     return ". These are frozen weights; those that are trained have come" if right else ""
 
 

@@ -387,15 +387,16 @@ def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
     odd = trial.tokens(sizes["vocab_size"], 2, sizes["length"] - n)
     torch.manual_seed(0)
     dense = GPT(config_of(sizes))(odd, odd)[1].detach()
-    for r, told in enumerate(trial.run(refusal_probe, sizes, odd)):
+    help = "Zigzag parts are two pieces each: refuse what 2n does not divide, or tokens are lost."
+    told = f"{odd.size(1)} tokens, which {n} divides and {2 * n} does not"
+    found = trial.run(refusal_probe, sizes, odd)
+    if all(isinstance(loss, Tensor) for loss in found):
+        trial.close(f"the loss of {told},", found, dense, help=help)
+        return
+    for r, error in enumerate(found):
         trial.require(
-            told == "ValueError" or (isinstance(told, Tensor) and is_close(told, dense)),
-            f"{odd.size(1)} tokens are divisible by {n}, and not by {2 * n}: they gave "
-            + (
-                told
-                if isinstance(told, str)
-                else f"the loss {told:.4f}, and on one process it is {dense:.4f}"
-            ),
-            help="Zigzag parts are two pieces each: refuse what 2n does not divide, or tokens are lost.",
+            isinstance(error, str) and error == "ValueError",
+            f"{told}, gave {error if isinstance(error, str) else 'a loss, and an error on another rank'}",
+            help=help,
             rank=r,
         )

@@ -124,9 +124,7 @@ class Watch(TorchDispatchMode):
                 self.at_second_block = None
             self.order.append("product")
             self.held = self._bytes_there()
-            if (
-                self.hop and self.held > 2.5 * self.hop
-            ):  # what is held in a circle alone goes when Python looks for it
+            if self.hop and self.held > 2.5 * self.hop:  # what a circle holds goes when Python looks for it
                 gc.collect()
                 self.held = self._bytes_there()
         for tensor in tensors_in(result):

@@ -136,7 +136,7 @@ def others(n: int) -> dict[str, Any]:
 
 def along_data(values: list[Any], sizes: Sizes) -> list[Any]:
     """For each rank the plain mean along "data" of what the ranks there have: that is what is promised."""
-    if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+    if not all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
         return values
     means = []
     for r in range(len(values)):
