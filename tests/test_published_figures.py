@@ -13,8 +13,10 @@ from lessons.flops_and_memory.answers import LLAMAS
 from lessons.flops_and_memory.answers import MACHINES as ROOFS
 from lessons.fsdp import overlap
 from lessons.page.hidden import MACHINES
+from lessons.sequence_parallel.answers import published_bytes
 from lessons.tensor_parallel.answers import drop
 from nanogpt.model import GPTConfig
+from solutions.collectives import collective_time
 from solutions.context_parallel import smallest_hidden_part
 from solutions.data_parallel import smallest_hidden_share
 from solutions.flops_and_memory import (
@@ -25,6 +27,7 @@ from solutions.flops_and_memory import (
     textbook_activation_bytes,
     training_flops,
 )
+from solutions.fsdp import communication_elements, state_bytes_per_rank
 from solutions.tensor_parallel import tensor_parallel_overhead
 
 FIGURES: dict[str, dict[str, Any]] = {
@@ -87,6 +90,38 @@ def textbook_saving(inputs: dict[str, Any]) -> float:
     return 100 * score_term / (34 + score_term)
 
 
+def layer_bytes(inputs: dict[str, Any]) -> float:
+    """Of one layer on one of t ranks, as lessons 01 and 11 print it."""
+    s, b, h, a, t = (inputs[letter] for letter in "sbhat")
+    mode = inputs["mode"]
+    if mode == "none":
+        return textbook_activation_bytes(GPTConfig(n_layer=1, n_head=a, n_embd=h), b, s)
+    scheme = "sequence parallel" if "_sp" in mode else "tensor parallel"
+    again = ",\ncore computed again" if "selective" in mode else ""
+    return published_bytes(s, b, h, a, t)[scheme + again]
+
+
+def bytes_per_rank(num_parameters: float, num_ranks: int, stage: int) -> float:
+    return state_bytes_per_rank(int(num_parameters), num_ranks, stage)["total"]
+
+
+def largest_model(inputs: dict[str, Any]) -> float:
+    """Billions of parameters of which the states fill a GPU; `mp` GPUs share a model."""
+    stage = ["base", "os", "osg", "osgp"].index(inputs["partition"])
+    return inputs["mp"] * inputs["gpu_GB"] / bytes_per_rank(1, inputs["dp"], stage)
+
+
+def elements_of_a_step(inputs: dict[str, Any]) -> float:
+    """In parameters, on so many ranks that (n - 1)/n is 1, as the paper counts."""
+    return round(sum(communication_elements(1, 10**9, inputs["zero_stage"]).values()), 6)
+
+
+def share_on_the_wire(op: str, num_ranks: int) -> float:
+    """Of the whole tensor's bytes, what a rank sends: nccl-tests' factor from algbw to busbw."""
+    kind = {"allreduce": "all_reduce"}.get(op, op)
+    return collective_time(kind, num_bytes=1.0, num_ranks=num_ranks, latency=0.0, bandwidth=1.0)
+
+
 def state_gigabytes(inputs: dict[str, Any], recipe: str) -> float:
     return model_state_bytes(int(inputs["params_B"] * 1e9), recipe)["total"] / 1e9
 
@@ -111,8 +146,13 @@ def gpt2_block(config: GPTConfig) -> int:
 
 
 COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
-    r"zero_t1_.*_stage1": lambda inputs: state_gigabytes(inputs, "mixed"),
-    r"zero_t2_.*_base": lambda inputs: 32 * inputs["mp"] / state_gigabytes({"params_B": 1}, "mixed"),
+    r"zero_t1_.*": lambda inputs: (
+        bytes_per_rank(inputs["params_B"] * 1e9, inputs["dp"], inputs["zero_stage"]) / 1e9
+    ),
+    r"zero_t2_.*": largest_model,
+    r"zero_comm_.*": elements_of_a_step,
+    r"nccl_bus_.*": lambda inputs: share_on_the_wire(inputs["op"], inputs["n"]),
+    r"korth_t2_.*": layer_bytes,
     r"playbook_mem_.*_nofp32g": lambda inputs: state_gigabytes(inputs, "mixed"),
     r"playbook_mem_.*B_fp32g": playbook_fp32_gradients,
     r"playbook_bpp_bf16_no_fp32acc": lambda _: model_state_bytes(1, "mixed")["total"],
@@ -163,8 +203,10 @@ def test_published_figure_comes_out(name: str) -> None:
     assert kind in ("exact", "abs", "rel")
     relative = float(size) if kind == "rel" else 1e-12
     absolute = float(size) if kind == "abs" else 0.0
-    value = compute(figure["inputs"])
-    assert math.isclose(value, figure["value"], rel_tol=relative, abs_tol=absolute), (
+    value, published = compute(figure["inputs"]), figure["value"]
+    if isinstance(published, str):  # a formula of the inputs
+        published = eval(published, {}, figure["inputs"])
+    assert math.isclose(value, published, rel_tol=relative, abs_tol=absolute), (
         f"{figure['quantity']}: {value}, published {figure['value']} {figure['unit']}, {figure['source']}"
     )
 
