@@ -167,7 +167,9 @@ def ask_large(trial: Trial) -> Answers:
     half = lambda each: each // 2  # noqa: E731
     calls = [asking(trial, draw(trial), "mixed", trial.integer(300, 2000), half) for _ in range(3)]
     small = draw(trial, n_layer=1, n_head=2, n_embd=6, vocab_size=160)
-    return ask(trial, [*calls, asking(trial, small, "fp32", trial.integer(2000, 3000), half)])
+    for least in (2000, 66_000, 70_000):  # the most need some 5 GB
+        calls.append(asking(trial, small, "fp32", trial.integer(least, least + 1000), half))
+    return ask(trial, calls)
 
 
 # --- what known slips lead to ---
