@@ -11,7 +11,7 @@ from torch import Tensor
 from grader.checks import Fault, Trial, check, exercise, is_close
 from nanogpt.model import GPTConfig
 
-from .models import Part, build, counted, draw_config, gradients, weighted
+from .models import Part, build, counted, draw_config, gradients, sliced, weighted
 
 exercise(
     "accumulate_gradients",
@@ -76,7 +76,7 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         drop = model.transformer.drop
         model.transformer.wte.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
         drop.register_forward_pre_hook(lambda module, _, modes=modes: modes.append(module.training))
-        inputs, targets = case["inputs"].clone(), case["targets"].clone()
+        inputs, targets = sliced(case["inputs"]), sliced(case["targets"])
         rank.seed(case["seed"])
         if case["twice"]:
             rank.submission.accumulate_gradients(model, inputs.flip(1), targets, case["num_microbatches"])
@@ -339,7 +339,10 @@ def observe_modes(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
     config = draw_config(trial, dropout=0.2)
     frozen = ("transformer.wpe.weight", "transformer.h.0.mlp.c_fc.weight")
     plain = ignoring(trial, batch(trial, 6, 3, config=config))
-    return observe(trial, [plain, replace(plain, training=False, frozen=frozen, unused=True)])
+    part = replace(plain, training=False, frozen=frozen, unused=True)
+    before = {name: trial.normal(*p.shape) for name, p in build(config, plain.seed).named_parameters()}
+    before |= {"unused.weight": trial.normal(3, 2), "unused.bias": trial.normal(3)}
+    return observe(trial, [plain, part, replace(part, before=before)])
 
 
 @check("accumulate_gradients")
@@ -396,6 +399,21 @@ def gradients_are_added_to(trial: Trial) -> None:
     """What stood in .grad before the call stays, and the batch's gradient is added to it."""
     help = "No zero_grad here, and nothing that scales .grad as a whole: the caller may have put it there."
     require_one_pass(trial, trial.once(observe_kept), help)
+    require_kept_where_nothing_is_added(trial, *trial.once(observe_modes)[-1])
+
+
+def require_kept_where_nothing_is_added(trial: Trial, case: Case, result: dict[str, Any]) -> None:
+    """What stood in `.grad` of a frozen weight, or of one that the loss does not reach, is still there."""
+    unreached = [name for name in case.before if name.startswith("unused")]
+    for name in (*case.frozen, *unreached):
+        gradient = result["gradients"][name]
+        kind = "frozen (requires_grad False)" if name in case.frozen else "not reached by the loss"
+        trial.require(
+            isinstance(gradient, Tensor) and torch.equal(gradient, case.before[name]),
+            f"{name} is {kind}, and had a .grad before the call: afterwards "
+            f"{'it is another' if isinstance(gradient, Tensor) else 'there is none'}",
+            help="backward() leaves it as it is. Who clears .grad meanwhile puts all of it back.",
+        )
 
 
 @check("accumulate_gradients")
@@ -438,7 +456,7 @@ def model_and_batch_are_left_alone(trial: Trial) -> None:
 @check("accumulate_gradients")
 def frozen_parameters_keep_none(trial: Trial) -> None:
     """A frozen parameter (requires_grad False) gets no gradient, and the others get theirs."""
-    for case, result in trial.once(observe_modes):
+    for case, result in trial.once(observe_modes)[:-1]:
         for name in case.frozen:
             message = f"{name} (requires_grad False) got a gradient"
             trial.require(result["gradients"][name] is None, message, help="backward() leaves it at None.")
