@@ -231,8 +231,9 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_size
 
     Loss and gradients are those of `F.cross_entropy(x @ weight.T, targets, ignore_index=-1)`, for those of x
     and weight that need one. Never more than `chunk_size` tokens have logits at once, in the forward and in
-    backward. After the forward no logits are left. The head's product is computed at most twice for each
-    token. The arguments are not changed. A second backward finds the same gradients, or is refused.
+    backward. After the forward one chunk's logits may be left, and no more. The head's product is computed at
+    most twice for each token. The arguments are not changed. A second backward finds the same gradients, or
+    is refused.
 
     Args:
         x: what the head reads, (N, h).

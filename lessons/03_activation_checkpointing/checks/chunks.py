@@ -27,7 +27,7 @@ exercise(
 )
 
 BYTES = 4
-NUM_CHUNKS = 40
+NUM_CHUNKS, FEW = 40, 8
 
 
 def whole(x: Tensor, weight: Tensor, targets: Tensor, chunk_size: int = 0) -> Tensor:
@@ -267,24 +267,30 @@ def what_needs_no_gradient_gets_none(trial: Trial) -> None:
 def observe_bytes(trial: Trial) -> SimpleNamespace:
     """Forty chunks of a head that is narrow: logits are nearly all that it makes.
 
-    And two batches that do not divide: of one chunk and a rest, and of three and a rest.
+    And two batches that do not divide: of one chunk and a rest, and of three and a rest; and a few chunks of
+    which x alone, or weight alone, needs a gradient.
     """
     size, width, vocabulary = trial.integer(6, 8), 4, trial.integer(3900, 4000)
     tokens = NUM_CHUNKS * size
     given = inputs(trial, tokens, width, vocabulary)
 
-    def record(how: str, count: int) -> Any:
+    def record(how: str, count: int, needs: tuple[bool, bool] = (True, True)) -> Any:
         x, weight, targets = given
         part = x[:count].clone(), weight, targets[:count].clone()
-        return trial.run(step, how, size, 1.0, (True, True), False, *part)[0]["recording"]
+        return trial.run(step, how, size, 1.0, needs, False, *part)[0]["recording"]
 
     mine, all_at_once = record("mine", tokens), record("whole", tokens)
     uneven = (size + trial.integer(2, size - 1), 3 * size + trial.integer(2, size - 1))
+    frozen = {"x": (False, True), "weight": (True, False)}
     recordings = {tokens: mine} | {count: record("mine", count) for count in uneven}
     return SimpleNamespace(
         mine=mine,
         whole=all_at_once,
         largest={count: recording.largest_elements for count, recording in recordings.items()},
+        frozen={
+            name: record("mine", FEW * size, needs).alive("after the forward")
+            for name, needs in frozen.items()
+        },
         size=size,
         vocabulary=vocabulary,
         logits=BYTES * size * vocabulary,  # of one chunk
@@ -331,6 +337,16 @@ def logits_exist_for_one_chunk_at_a_time(trial: Trial) -> None:
         help="Autograd keeps what every chunk's cross entropy needs: checkpoint the chunk.",
         cause="every chunk's logits are kept for backward" if after >= many else "",
     )
+    for name, alive in seen.frozen.items():
+        trial.require(
+            alive <= seen.gradients + seen.logits + FEW * STATE_BYTES,
+            f"where {name} needs no gradient, {alive:,} bytes are alive after the forward of {FEW} chunks, "
+            f"and one chunk's logits are {seen.logits:,}",
+            help="One of x and weight may be frozen: checkpoint every chunk in each case.",
+            cause=f"every chunk's logits are kept: chunks are checkpointed only where {name} needs a gradient"
+            if alive >= FEW * seen.logits // 2
+            else "",
+        )
     peak, most = seen.mine.peak_bytes, 2 * seen.gradients + 5 * seen.logits + seen.states
     trial.require(
         peak <= most,
