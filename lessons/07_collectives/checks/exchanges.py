@@ -73,7 +73,7 @@ def observe_even(trial: Trial) -> SimpleNamespace:
 
 
 def observe_uneven(trial: Trial) -> SimpleNamespace:
-    """All sizes differ; sizes that depend on the pair alone; empty ones, everywhere and on one rank."""
+    """All sizes differ; sizes that depend on the pair alone; empty ones and shapes of (), on one rank or all."""
     base, silent = trial.integer(50, 90), trial.integer(0, trial.num_ranks - 1)
     many = {"about": "parts of other sizes", "told": True}
     return ask(
@@ -84,12 +84,16 @@ def observe_uneven(trial: Trial) -> SimpleNamespace:
             exchange(trial, lambda s, r: (), about="parts of no dimension"),
             exchange(trial, lambda s, r: (base + 7 * s + 13 * r,), **many),
             exchange(trial, lambda s, r: (2 + s, 30 + r), **many),
+            exchange(trial, lambda s, r: () if s == silent else (2 + r,), about=NO_DIMENSION, told=True),
             exchange(trial, lambda s, r: (40 * ((s + 2 * r) % 3),), about="some parts empty", told=True),
             exchange(
                 trial, lambda s, r: (0 if s == silent else 60,), about="one rank has nothing", told=True
             ),
         ],
     )
+
+
+NO_DIMENSION = "one rank's parts have no dimension"
 
 
 def observe_layouts(trial: Trial) -> SimpleNamespace:
@@ -200,6 +204,8 @@ def ask(trial: Trial, cases: list[Exchange], delays: bool = False) -> SimpleName
         if end.verdict == Verdict.CRASHED and "raised IndexError" in end.message:
             tell_index(trial.num_ranks, partial(run, True))
         tell_own_size(end, cases)
+        if others := [case for case in cases if case.about != NO_DIMENSION]:
+            tell_falsy_shape(end, cases, lambda: ask(trial, others))
         if end.verdict == Verdict.HUNG:
             others = [case for case in cases if not case.one_sided]
             tell_own_emptiness(end, cases, lambda: ask(trial, others))
@@ -245,6 +251,25 @@ def tell_own_size(end: CheckEnded, cases: Sequence[Exchange]) -> None:
             f"Without `shapes`, what comes from rank {source} has the shape of tensors[{source}]"
         )
         end.help = "Where there are no `shapes`, receive into a tensor of the shape of tensors[source]."
+
+
+def tell_falsy_shape(end: CheckEnded, cases: Sequence[Exchange], run_others: Callable[[], Any]) -> None:
+    """Is a shape of () taken for none that was handed over? Then all is well with other shapes."""
+    found = re.search(
+        r"rank (\d+) called send of 1 .*, and rank (\d+) called recv of (\d+) ", end.message, re.DOTALL
+    )
+    if not found:
+        return
+    source, rank, room = map(int, found.groups())
+    if not any(c.about == NO_DIMENSION and room == c.rows[rank][source].numel() for c in cases):
+        return
+    with contextlib.suppress(CheckEnded):
+        run_others()
+        end.cause = (
+            f"shapes[{source}] is (), the shape of a tensor without dimensions, and is taken for one that "
+            f"was not handed over: rank {rank} makes room for a tensor like its own tensors[{source}]"
+        )
+        end.help = "() is False where a truth value is asked for, as by `or` and `if`: ask `shapes is None`."
 
 
 def tell_own_emptiness(end: CheckEnded, cases: Sequence[Exchange], run_others: Callable[[], Any]) -> None:
