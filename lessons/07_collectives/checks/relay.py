@@ -30,7 +30,10 @@ PATIENCE = 1.5  # seconds until a rank counts as waiting
 
 
 def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) -> dict[str, Any]:
-    """The probe. Without a weight, the layer returns its very input and a view of it, in turn."""
+    """The probe. Without a weight, the layer returns its very input and a view of it, in turn.
+
+    After a call with float64, another one, with a float32 of the same shape.
+    """
     calls: list[int] = []
 
     def layer(x: Tensor) -> Tensor:
@@ -45,6 +48,9 @@ def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) 
     with rank.record() as recording:
         outputs = rank.submission.relay_microbatches(layer, given, rank.group)
         recording.mark("end")
+    single: list[Tensor] = []
+    if given[0].dtype == torch.float64:
+        single = rank.submission.relay_microbatches(torch.neg, [given[0].float()], rank.group)
     outputs = [*outputs] if isinstance(outputs, list | tuple) else outputs
     tensors = [x for x in outputs if isinstance(x, Tensor)] if isinstance(outputs, list) else []
     return {
@@ -52,6 +58,7 @@ def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) 
         "num_tensors": len({x.data_ptr() for x in tensors}),
         "inputs": given,
         "calls": len(calls),
+        "dtype of another call": str(single[0].dtype) if isinstance(single, list) and single else "",
         "recording": recording,
         "device": rank.device.type,
     }
@@ -216,6 +223,17 @@ def the_dtype_stays(trial: Trial) -> None:
             help=help,
             rank=last,
         )
+    always = [str(x.dtype) for x in trial.once(observe_slow_receivers).results[last]["outputs"]]
+    then = seen.results[last]["dtype of another call"]
+    trial.require(
+        then in ("torch.float32", ""),
+        f"after a call with float64, another one with float32 inputs of the same shape returned {then}",
+        cause="a buffer is kept from call to call, for all inputs of one shape"
+        if set(always) == {"torch.float32"}
+        else "",
+        help="Make buffers in each call, with empty_like; or keep them by dtype and device too.",
+        rank=last,
+    )
 
 
 @check("relay_microbatches")
