@@ -73,7 +73,7 @@ def observe_even(trial: Trial) -> SimpleNamespace:
 
 
 def observe_uneven(trial: Trial) -> SimpleNamespace:
-    """All sizes differ; sizes that depend on the pair alone; empty ones and shapes of (), on one rank or all."""
+    """All sizes differ; sizes that depend on the pair alone; empty ones and (), somewhere or everywhere."""
     base, silent = trial.integer(50, 90), trial.integer(0, trial.num_ranks - 1)
     many = {"about": "parts of other sizes", "told": True}
     return ask(
