@@ -56,9 +56,15 @@ class Halves(nn.Module):
         return self.second(self.first(x).float())
 
 
-def fill_doubles(rank: Any, x: Tensor) -> Recording:
-    """The chain in float64, with room for two gradients."""
-    return step_of(rank, build(chain, 1).double(), x, 4)
+OTHER_DTYPES = (torch.float64, torch.bfloat16)
+
+
+def fill_other_dtypes(rank: Any, x: Tensor) -> list[Recording]:
+    """The chain in each of these dtypes, with room for two gradients."""
+    return [
+        step_of(rank, build(chain, 1).to(dtype), x.to(dtype), 2 * dtype.itemsize // 4)
+        for dtype in OTHER_DTYPES
+    ]
 
 
 def fill_halves(rank: Any, x: Tensor) -> Recording:
@@ -200,18 +206,33 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def bytes_are_those_of_the_dtype(trial: Trial) -> None:
-    """Gradients in float64 fill a bucket with half as many elements."""
+    """Gradients in float64 fill a bucket with half as many elements; those in bfloat16 stay bfloat16."""
     x = [(trial.normal(4, 16, dtype=torch.float64),) for _ in range(trial.num_ranks)]
-    for r, recording in enumerate(trial.run(fill_doubles, per_rank=x)):
-        sizes = [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
-        trial.require(
-            3 <= len(sizes) <= 4,
-            f"six gradients of {2 * GRADIENT_BYTES} bytes, float64, with bucket_bytes={4 * GRADIENT_BYTES} "
-            f"made all-reduces of {sizes} bytes: 3 are expected",
-            help="A gradient has numel() * element_size() bytes.",
-            rank=r,
-            cause="elements are counted as 4 bytes, whatever their dtype is" if len(sizes) == 2 else "",
-        )
+    for r, recordings in enumerate(trial.run(fill_other_dtypes, per_rank=x)):
+        for dtype, recording in zip(OTHER_DTYPES, recordings, strict=True):
+            size, room = GRADIENT_BYTES * dtype.itemsize // 4, 2 * dtype.itemsize // 4
+            sizes = [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= size]
+            told = str(dtype).removeprefix("torch.")
+            trial.require(
+                sum(sizes) <= 6 * size,
+                f"six gradients of {size} bytes, {told}, made all-reduces of {sizes} bytes: they have "
+                f"{6 * size}",
+                help="Flatten and send them as they are, and the mean has their dtype, too.",
+                rank=r,
+                cause=f"what travels is in a dtype {sum(sizes) // (6 * size)} times as wide as theirs"
+                if sum(sizes) % (6 * size) == 0
+                else "",
+            )
+            trial.require(
+                3 <= len(sizes) <= 4,
+                f"six gradients of {size} bytes, {told}, with bucket_bytes={2 * size} made all-reduces of "
+                f"{sizes} bytes: 3 are expected",
+                help="A gradient has numel() * element_size() bytes.",
+                rank=r,
+                cause="elements are counted as 4 bytes, whatever their dtype is"
+                if len(sizes) == -(-6 // room)
+                else "",
+            )
 
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
