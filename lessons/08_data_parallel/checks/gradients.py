@@ -1,5 +1,6 @@
 """Checks of `all_reduce_gradients`: mean gradients after backward."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,10 +64,21 @@ def average(
         means = gradients(model)  # what a functional collective returns waits when it is read
     return {
         "gradients": means,
+        "overwritten": overwritten(rank, model, means),
         "weights": weights(model),
         "recording": recording,
         "device": rank.device.type,
     }
+
+
+def overwritten(rank: Any, model: nn.Module, means: dict[str, Tensor | None]) -> list[str]:
+    """Of a model's mean gradients, those that averaging another model's of the same sizes has changed."""
+    other = deepcopy(model)
+    for parameter in other.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0) if parameter.requires_grad else None
+    rank.submission.all_reduce_gradients(other, rank.group)
+    now = gradients(model)
+    return [name for name, mean in means.items() if mean is not None and not torch.equal(now[name], mean)]
 
 
 def observe_average(
@@ -128,6 +140,21 @@ def gradients_are_the_mean_over_ranks(trial: Trial) -> None:
             end.cause = "what is averaged are the weights, not the gradients"
             end.help = "The gradient is parameter.grad; the parameter itself is the weight."
         raise
+
+
+@check("all_reduce_gradients")
+def every_model_has_its_own(trial: Trial) -> None:
+    """The gradients of one model stay as they are when another model's are averaged."""
+    for r, result in enumerate(trial.once(observe_all_used).results):
+        changed = result["overwritten"]
+        trial.require(
+            not changed,
+            f"the gradients of {', '.join(changed[:3])} changed when those of another model of the same "
+            "sizes were averaged",
+            cause="a buffer that is kept between calls is what .grad points into",
+            help="Make a new buffer in each call, or copy the means out of it into each .grad.",
+            rank=r,
+        )
 
 
 @check("all_reduce_gradients")
