@@ -11,6 +11,7 @@ from torch import Tensor
 from grader.checks import Event, Fault, Trial, check, each_rank, exercise, is_close
 from lessons_shared.results import overwritten, results_stay
 
+from .frozen import NEEDING, gradients_of_some, require_where_needed
 from .ring_slips import by_parts
 from .shared import BACKWARD, SIZES, attention, blocks_on_the_wire, causal, plain_positions, went
 
@@ -69,9 +70,10 @@ def same_document(documents: Tensor) -> Tensor:
     return (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
 
 
-def draw(trial: Trial) -> SimpleNamespace:
+def draw(trial: Trial, more: int = 0) -> SimpleNamespace:
+    """Parts of five to seven tokens, and so many more."""
     n = trial.num_ranks
-    b, a_kv, d, part = 2, trial.integer(2, 3), trial.choice((4, 6)), trial.integer(5, 7)
+    b, a_kv, d, part = 2, trial.integer(2, 3), trial.choice((4, 6)), more + trial.integer(5, 7)
     length = n * part
     q, upstream = (trial.normal(b, length, PER_GROUP * a_kv, d) for _ in range(2))
     k, v = (trial.normal(b, length, a_kv, d) for _ in range(2))
@@ -297,35 +299,43 @@ def documents_keep_the_dtype_of_q(trial: Trial) -> None:
         )
 
 
-def attend_twice(rank: Any, before: list[Tensor], after: list[Tensor]) -> list[dict]:
+def attend_often(rank: Any, before: list[Tensor], after: list[Tensor], longer: list[Tensor]) -> list[dict]:
     q, k, v, upstream, documents = after
 
-    def again(*parts: Tensor) -> Tensor:
-        return rank.submission.document_attention(*parts, documents, rank.group)
+    def again(*parts: Any) -> Tensor:
+        return rank.submission.document_attention(*parts[:3], documents, rank.group)
 
     results = [attend(rank, *before), attend(rank, *after)]
     heads = [x.detach().transpose(1, 2) for x in (q, k, v)]  # (b, a, s/n, d)
-    results[1]["overwritten"] = overwritten(again, *heads, upstream=upstream.transpose(1, 2))
-    return results
+    d_out = upstream.transpose(1, 2)
+    results[1]["overwritten"] = overwritten(again, *heads, upstream=d_out)
+    results[1]["needing"] = {told: gradients_of_some(again, None, heads, d_out, told) for told in NEEDING}
+    try:
+        return [*results, attend(rank, *longer)]
+    except Exception as error:
+        error.add_note("it was a later call, of longer parts: is something kept from the calls before?")
+        raise
 
 
 LARGE = 150.0
 """exp() of it is too large for float32, and exp() of its negative is 0."""
 
 
-def observe_two_calls(trial: Trial) -> SimpleNamespace:
-    """One with scores up to 150, and another of the same shapes, with other documents."""
+def observe_calls(trial: Trial) -> SimpleNamespace:
+    """One with scores up to 150, one of the same shapes with other documents, and one of longer parts."""
     large = draw(trial)
     make_large(large)
     other = SimpleNamespace(**vars(large))
     for name in ("q", "k", "v", "upstream"):
         setattr(other, name, trial.normal(*getattr(large, name).shape))
     other.documents = drawn_documents(trial, *large.documents.shape)
-    results = trial.run(attend_twice, per_rank=list(zip(given(large), given(other), strict=True)))
-    for i, seen in enumerate((large, other)):
+    longer = draw(trial, more=3)
+    calls = (large, other, longer)
+    results = trial.run(attend_often, per_rank=list(zip(*map(given, calls), strict=True)))
+    for i, seen in enumerate(calls):
         attend_in_one_process(seen)
         seen.results = [result[i] for result in results]
-    return SimpleNamespace(large=large, other=other)
+    return SimpleNamespace(large=large, other=other, longer=longer)
 
 
 def make_large(seen: SimpleNamespace) -> None:
@@ -357,7 +367,7 @@ def document_scores_do_not_overflow(trial: Trial) -> None:
     """Scores of a hundred give what the softmax gives, forward and backward: nothing overflows."""
     require_values(
         trial,
-        trial.once(observe_two_calls).large,
+        trial.once(observe_calls).large,
         "where scores reach 150, and -150 where a token sees itself alone,",
         dict,
         "Subtract the largest score of a row before exp, or leave the softmax to PyTorch.",
@@ -366,8 +376,8 @@ def document_scores_do_not_overflow(trial: Trial) -> None:
 
 @check("document_attention", first_of=(3, 2))
 def each_call_has_its_own_documents(trial: Trial) -> None:
-    """Another call, of the same shapes and with other documents, goes by its own: batches come and go."""
-    seen = trial.once(observe_two_calls)
+    """Another call, with other documents, goes by its own, whatever its length: batches come and go."""
+    seen = trial.once(observe_calls)
 
     def others() -> dict[str, list[Tensor]]:
         before = by_parts(seen.other, grouped(seen.other, seen.large.mask))
@@ -375,16 +385,18 @@ def each_call_has_its_own_documents(trial: Trial) -> None:
             "it is what the documents of the call before would give: shapes do not tell them apart": before
         }
 
-    require_values(
-        trial,
-        seen.other,
-        "of a second call, with other documents,",
-        others,
-        "Make the mask out of the documents that this call was given.",
-    )
+    help = "Make the mask out of the documents that this call was given."
+    require_values(trial, seen.other, "of a second call, with other documents,", others, help)
+    require_values(trial, seen.longer, "of a third call, of longer parts,", dict, help)
+
+
+@check("document_attention", first_of=(3, 2))
+def document_gradients_come_where_they_are_needed(trial: Trial) -> None:
+    """Of q, k and v some may be frozen: those that need a gradient get it all the same."""
+    require_where_needed(trial, trial.once(observe_calls).other, travels=False)
 
 
 @check("document_attention", first_of=(3, 2))
 def documents_keep_their_results(trial: Trial) -> None:
     """What a call and its backward return stays as it is when others of the same shapes are made."""
-    results_stay(trial, each_rank(trial.once(observe_two_calls).other, "overwritten"))
+    results_stay(trial, each_rank(trial.once(observe_calls).other, "overwritten"))

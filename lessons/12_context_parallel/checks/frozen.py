@@ -54,8 +54,8 @@ def require_silent(
         )
 
 
-def require_where_needed(trial: Trial, exact: SimpleNamespace) -> None:
-    """Whichever of q, k and v need a gradient, those get it."""
+def require_where_needed(trial: Trial, exact: SimpleNamespace, travels: bool = True) -> None:
+    """Whichever of q, k and v need a gradient, those get it; with `travels` k's and v's come round a ring."""
     for told, those in NEEDING.items():
         found, right = {}, {}
         for place, i in enumerate(those):
@@ -67,7 +67,7 @@ def require_where_needed(trial: Trial, exact: SimpleNamespace) -> None:
                 found["qkv"[i]] = [r["needing"][told][place] for r in exact.results]
         none_is_missing(trial, found, told)
         for i, with_all in right.items():
-            slips = partial(not_home, exact, i, with_all) if i else None
+            slips = partial(not_home, exact, i, with_all) if i and travels else None
             trial.close(f"the gradient of {'qkv'[i]} where {told}", found["qkv"[i]], with_all, slips)
 
 

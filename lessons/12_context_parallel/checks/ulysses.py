@@ -384,6 +384,12 @@ def ulysses_output_is_the_same_in_validation(trial: Trial) -> None:
 
 
 @check("ulysses_attention", world_sizes=(3,), subgroup=False)
+def ulysses_gradients_come_where_they_are_needed(trial: Trial) -> None:
+    """Of q, k and v some may be frozen: those that need a gradient get it all the same."""
+    frozen.require_where_needed(trial, trial.once(observe_exact), travels=False)
+
+
+@check("ulysses_attention", world_sizes=(3,), subgroup=False)
 def ulysses_keeps_its_results(trial: Trial) -> None:
     """What a call and its backward return stays as it is when others of the same shapes are made."""
     results_stay(trial, each_rank(trial.once(observe_exact), "overwritten"))
