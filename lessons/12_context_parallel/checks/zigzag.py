@@ -1,11 +1,13 @@
 """Checks of `zigzag_split`, `zigzag_merge` and `zigzag_ring_attention`."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, each_rank, exercise
+from grader.checks import Fault, Trial, check, each_rank, exercise
 from lessons_shared.results import results_stay
 
 from . import calls, frozen, grouped, rings
@@ -44,10 +46,44 @@ exercise(
 )
 
 
+def along(call: Callable, x: Tensor, group, dim: int) -> Any:
+    """On a rank: what comes of a call; an error is told which dim it was."""
+    try:
+        return call(x, group, dim)
+    except Exception as error:
+        if dim < 0:
+            error.add_note(
+                f"dim was {dim}, which counts from the end: those from 0 on came before, and went through"
+            )
+        raise
+
+
+FROM_THE_END = "with a dim from 0 on it is right, and not with one below 0, which counts from the end"
+
+
+def require_along(
+    trial: Trial, what: str, dim: int, found: list, right: list[Tensor], others: dict, help: str
+) -> None:
+    """Require what a call made along a dim; of those below 0 when the ones from 0 on have been looked at."""
+    if dim < 0:
+        step = "x.narrow, x.chunk and x.size take such a dim; for an index of your own take dim % x.dim()."
+        for rank, (x, expected) in enumerate(zip(found, right, strict=True)):
+            trial.require(
+                not isinstance(x, Tensor) or x.shape == expected.shape,
+                f"{what} has shape {tuple(getattr(x, 'shape', ()))}, not {tuple(expected.shape)}",
+                help=step,
+                rank=rank,
+                cause=FROM_THE_END,
+            )
+        others = others | {FROM_THE_END: Fault(found, step)}
+    trial.close(what, found, right, others, help=help, rtol=0.0)
+
+
 def splits_probe(rank, tensors: list[Tensor], dims: list[int]) -> dict:
     before = [x.clone() for x in tensors]
     with rank.record() as recording:
-        parts = [rank.submission.zigzag_split(x, rank.group, d) for x, d in zip(tensors, dims, strict=True)]
+        call = rank.submission.zigzag_split
+        parts = [along(call, x, rank.group, d) for x, d in zip(tensors, dims, strict=True)]
     return {
         "parts": [p.detach() if isinstance(p, Tensor) else None for p in parts],
         "unchanged": all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True)),
@@ -56,17 +92,17 @@ def splits_probe(rank, tensors: list[Tensor], dims: list[int]) -> dict:
 
 
 def draw_wholes(trial: Trial) -> tuple[list[Tensor], list[int]]:
-    """Tensors of several shapes and dtypes, and the dimension along which each is cut."""
+    """Tensors of several shapes and dtypes, and the dimension along which each is cut, also from the end."""
     cuts = 2 * trial.num_ranks
     lengths = [cuts * trial.integer(1, 3) for _ in range(4)]
     b, a, d = trial.integer(2, 3), trial.integer(2, 3), trial.integer(3, 5)
     tensors = [
         trial.normal(b, a, lengths[0], d),
-        trial.tokens(1000, b, lengths[1]),
         torch.arange(lengths[2]),
+        trial.tokens(1000, b, lengths[1]),
         trial.normal(b, lengths[3], d, dtype=torch.float64).transpose(0, 1),
     ]
-    return tensors, [2, 1, 0, trial.choice((0, -3))]
+    return tensors, [2, 0, -1, -3]
 
 
 def observe_splits(trial: Trial) -> SimpleNamespace:
@@ -104,14 +140,15 @@ def parts_are_chunks_r_and_its_mirror_image(trial: Trial) -> None:
     """Of 2n chunks rank r keeps r and 2n-1-r, in this order, whole and unchanged, along any dimension."""
     seen, n = trial.once(observe_splits), trial.num_ranks
     for i, (x, dim) in enumerate(zip(seen.tensors, seen.dims, strict=True)):
-        trial.close(
+        require_along(
+            trial,
             f"the part of a tensor {tuple(x.shape)} cut along dim {dim}",
+            dim,
             [r["parts"][i] for r in seen.results],
             [cut(x, dim, r, n) for r in range(n)],
             other_parts(x, dim, n) if n > 1 else {},
-            help="With n = 4, rank 0 has chunks 0 and 7, rank 1 has 1 and 6, rank 2 has 2 and 5, rank 3 has "
+            "With n = 4, rank 0 has chunks 0 and 7, rank 1 has 1 and 6, rank 2 has 2 and 5, rank 3 has "
             "3 and 4.",
-            rtol=0.0,
         )
 
 
@@ -155,7 +192,8 @@ def nothing_is_sent(trial: Trial) -> None:
 
 def merge_probe(rank, parts: list[Tensor], dims: list[int]) -> list:
     before = [x.clone() for x in parts]
-    wholes = [rank.submission.zigzag_merge(x, rank.group, d) for x, d in zip(parts, dims, strict=True)]
+    call = rank.submission.zigzag_merge
+    wholes = [along(call, x, rank.group, d) for x, d in zip(parts, dims, strict=True)]
     return {
         "wholes": [w.detach() if isinstance(w, Tensor) else None for w in wholes],
         "unchanged": all(torch.equal(x, y) for x, y in zip(parts, before, strict=True)),
@@ -190,14 +228,15 @@ def whole_comes_back_everywhere(trial: Trial) -> None:
         others: dict = other_wholes(x, dim, n) if n > 1 else {}
         if n > 1:
             others["it is this rank's part alone"] = [cut(x, dim, r, n) for r in range(n)]
-        trial.close(
+        require_along(
+            trial,
             f"the whole of {tuple(x.shape)}, merged along dim {dim},",
+            dim,
             [r["wholes"][i] for r in seen.results],
-            x,
+            [x] * n,
             others,
-            help="Sort the 2n chunks by their number: the first half of rank r's part is number r, the "
+            "Sort the 2n chunks by their number: the first half of rank r's part is number r, the "
             "second 2n-1-r.",
-            rtol=0.0,
         )
 
 
