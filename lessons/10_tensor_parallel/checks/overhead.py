@@ -51,6 +51,8 @@ def ask_nonsense(trial: Trial) -> Answers:
         (width, n, 0.0, speed),
         (width, n, -flops, speed),
         (width, n, -flops, -speed),
+        (width, 1, flops, 0.0),
+        (width, 1, -flops, speed),
     ]
     return Answers(trial, "tensor_parallel_overhead", wrong, lambda *_: math.nan)
 
@@ -102,4 +104,6 @@ def one_rank_sends_nothing(trial: Trial) -> None:
 @check("tensor_parallel_overhead")
 def speeds_are_positive(trial: Trial) -> None:
     """A speed that is 0 or negative is a ValueError."""
-    require_refusal(trial, trial.once(ask_nonsense), help="Look at both speeds before anything is divided.")
+    require_refusal(
+        trial, trial.once(ask_nonsense), help="Look at both speeds before anything else, on one rank too."
+    )
