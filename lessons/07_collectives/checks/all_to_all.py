@@ -274,6 +274,8 @@ def a_round_has_one_sender_and_one_receiver(trial: Trial) -> None:
                 rank=r,
                 cause=never_met(seen, 0),
             )
+    if seen.device == "cpu":
+        require_turns(trial, seen, 0)
     if any(event.peer is None for row in (*sent, *come) for event in row):
         return
     for k in range(n - 1):
@@ -294,8 +296,6 @@ def a_round_has_one_sender_and_one_receiver(trial: Trial) -> None:
                 help="Who sends to r + k receives from r - k.",
                 rank=r,
             )
-    if seen.device == "cpu":
-        require_turns(trial, seen, 0)
 
 
 @check("all_to_all", subgroup=False)
