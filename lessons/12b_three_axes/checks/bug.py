@@ -122,6 +122,8 @@ def others(n: int) -> dict[str, Any]:
             lambda counts, p, sizes: counts[p] * n / sum(counts)
         ),
         UNWEIGHED: lambda counts, p, sizes: 1.0,
+        "it is multiplied by the number of ranks along data alone: is the rank's own count what was summed? "
+        "all_reduce works in place, so sum a clone": lambda counts, p, sizes: sizes["data"],
         "it is this rank's part of the mean: the mean along data divides once more": (
             lambda counts, p, sizes: counts[p] / sum(counts)
         ),

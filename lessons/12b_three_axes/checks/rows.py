@@ -131,6 +131,18 @@ def every_share_is_rows(trial: Trial) -> None:
                 )
 
 
+def why_they_differ(by_rank: list[list[int] | None], sizes: Sizes) -> str:
+    """Why ranks with the same place along data have other rows; "" where that is unknown."""
+    for dim in sizes:
+        by_place = {place(rank, sizes)[dim]: rows for rank, rows in enumerate(by_rank)}
+        same = all(rows == by_place[place(rank, sizes)[dim]] for rank, rows in enumerate(by_rank))
+        if same and len(set(map(str, by_place.values()))) == sizes[dim] > 1:
+            return f'rows go by the place along "{dim}": is a dimension asked for by its number?'
+    if sum(len(each or ()) for each in by_rank) <= max(max(each or [0]) for each in by_rank) + 1:
+        return "ranks along context and tensor have rows of their own, where they read the same ones"
+    return ""
+
+
 @check("rows_of")
 def a_replica_has_one_set_of_rows(trial: Trial) -> None:
     """Ranks with the same place along "data" get the same rows, wherever "data" stands in the mesh."""
@@ -142,9 +154,7 @@ def a_replica_has_one_set_of_rows(trial: Trial) -> None:
                 rows == by_rank[other],
                 f'ranks {other} and {rank} have the same place along "data" in a mesh of {told(sizes)}, '
                 f"and rows {by_rank[other]} and {rows}",
-                cause="ranks along context and tensor have rows of their own, where they read the same ones"
-                if sum(len(each or ()) for each in by_rank) <= max(max(each or [0]) for each in by_rank) + 1
-                else "",
+                cause=why_they_differ(by_rank, sizes),
                 help="Ask the mesh for the place along data. Rank numbers alone do not tell it.",
             )
 
