@@ -516,15 +516,15 @@ def gather_ahead(blocks: Sequence[nn.Module], units: Sequence[ShardedUnit]) -> N
     """
     # answer
 
-    def started_by(unit: ShardedUnit, x: Tensor) -> None:
-        if x.requires_grad:
+    def started_by(unit: ShardedUnit, block: nn.Module, args: Any, x: Tensor) -> None:
+        if x.requires_grad and args[0].requires_grad:  # else backward ends in this block
             x.register_hook(lambda gradient: unit.start_gather())
 
     for i, block in enumerate(blocks):
         if i + 1 < len(blocks):
             block.register_forward_pre_hook(lambda block, args, i=i: units[i + 1].start_gather())
         if i > 0:
-            block.register_forward_hook(lambda block, args, x, i=i: started_by(units[i - 1], x))
+            block.register_forward_hook(partial(started_by, units[i - 1]))
     # end of answer
 
 

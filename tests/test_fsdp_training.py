@@ -128,6 +128,24 @@ def test_hooks_on_parameters_survive_sharding() -> None:
         assert max(differences.values()) < 1e-12, differences
 
 
+def whole_after_backward(prefetch: bool) -> list[int]:
+    """The blocks that are whole after a backward which ends in the third: all below it is frozen."""
+    model = GPT(CONFIG)
+    *below, _, _ = model.transformer.h
+    for part in (model.transformer.wte, model.transformer.wpe, *below):
+        part.requires_grad_(False)
+    sharded = fsdp.FullySharded(model, dist.group.WORLD, prefetch=prefetch)
+    idx, targets = torch.randint(23, (2, 4, 8))
+    sharded(idx, targets)[1].backward()
+    buffers = [[flat.buffer.untyped_storage().nbytes() for flat in unit.flats] for unit in sharded.units]
+    return [number for number, sizes in enumerate(buffers) if any(sizes)]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_nothing_is_gathered_where_backward_does_not_come(prefetch: bool) -> None:
+    assert run_ranks(whole_after_backward, prefetch, ranks=2) == [[], []]
+
+
 def steps_with_a_later_group() -> float:
     """A group that is added after a step, and the learning rate of the first changed: beside AdamW's own."""
     differences = []
