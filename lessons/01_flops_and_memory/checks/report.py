@@ -32,16 +32,23 @@ exercise(
 def report(rank: Any, calls: list[list[Any]], tied: bool = True) -> list[tuple[Any, str]]:
     """The probe: the learner's reports on models without storage, and what of its arguments each changed."""
     reports = []
-    for config, *arguments in calls:
-        model = sized_gpt(GPTConfig(**config))
+    for i, (config, *arguments) in enumerate(calls):
+        model = sized_gpt(GPTConfig(**config)).train(i % 2 == 0)
         if not tied:
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
             model.transformer.wpe.requires_grad_(False)
-        names, told = list(model.state_dict()), repr(arguments)
+        names, modes, told = list(model.state_dict()), modes_of(model), repr(arguments)
         given = rank.submission.utilization_report(model, *arguments)
         changed = "the model" if list(model.state_dict()) != names else ""
+        if modes_of(model) != modes:
+            changed = "the mode of the model, training or evaluation, or which of its parameters are frozen"
         reports.append((given, changed or "the datasheet" * (repr(arguments) != told)))
     return reports
+
+
+def modes_of(model: nn.Module) -> list[bool]:
+    """Whether each module is in training mode, and each parameter asks for a gradient."""
+    return [*(m.training for m in model.modules()), *(p.requires_grad for p in model.parameters())]
 
 
 CARDS = (("none", 1), ("full", 1), ("none", 2), ("full", 2))
