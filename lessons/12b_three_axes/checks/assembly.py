@@ -66,10 +66,10 @@ def telling(name: str, log: list, made: list) -> Callable:
     return technique
 
 
-def telling_probe(rank: Any, all_sizes: list[Sizes], names: tuple[str, ...]) -> list[dict]:
-    """Call it with techniques that write down when they are called, and with which group."""
+def telling_probe(rank: Any, cases: list[tuple[Sizes, tuple[str, ...]]]) -> list[dict]:
+    """Call it, for each mesh and names, with techniques that write down their calls and groups."""
     found = []
-    for mesh in meshes_on(rank, all_sizes):
+    for mesh, (_, names) in zip(meshes_on(rank, [sizes for sizes, _ in cases]), cases, strict=True):
         log: list = []
         made: list = [GPT(GPTConfig(**{**CONFIG, "n_layer": 1}))]
         techniques = {name: telling(name, log, made) for name in names}
@@ -86,7 +86,7 @@ def telling_probe(rank: Any, all_sizes: list[Sizes], names: tuple[str, ...]) -> 
 def observe_calls(trial: Trial) -> SimpleNamespace:
     """The techniques are handed over in an order that is nobody's."""
     sizes = [*MESHES[trial.num_ranks], *PARTS[trial.num_ranks]]
-    results = trial.run(telling_probe, sizes, ("context", "data", "tensor"))
+    results = trial.run(telling_probe, [(each, ("context", "data", "tensor")) for each in sizes])
     return SimpleNamespace(sizes=sizes, results=results)
 
 
@@ -199,27 +199,32 @@ def layers_then_tokens_then_batch(trial: Trial) -> None:
         )
 
 
+FOURTH = "pipeline"
+"""A dimension of which the exercise knows nothing."""
+
+
 def observe_refusals(trial: Trial) -> SimpleNamespace:
-    sizes = MESHES[trial.num_ranks][:1]
-    return SimpleNamespace(
-        missing={
-            dim: trial.run(telling_probe, sizes, tuple(name for name in ORDER if name != dim))
-            for dim in sizes[0]
-            if sizes[0][dim] > 1
-        }
-    )
+    """Each dimension of a mesh without its technique, and a fourth one, for which there is none."""
+    sizes = MESHES[trial.num_ranks][0]
+    cases = {dim: (sizes, tuple(name for name in ORDER if name != dim)) for dim in sizes if sizes[dim] > 1}
+    cases[FOURTH] = ({FOURTH: 2, "data": trial.num_ranks // 2}, ORDER)
+    results = trial.run(telling_probe, list(cases.values()))
+    return SimpleNamespace(missing={dim: [own[i] for own in results] for i, dim in enumerate(cases)})
 
 
 @check("parallelize_on_mesh", world_sizes=(4, 2))
 def a_dimension_without_a_technique_is_refused(trial: Trial) -> None:
     """A dimension of the mesh that has no technique is a ValueError, before any technique was applied."""
     for dim, results in trial.once(observe_refusals).missing.items():
-        for rank, (result,) in enumerate(results):
+        for rank, result in enumerate(results):
             trial.require(
                 result["ended"].startswith("ValueError"),
                 f"without a technique for {dim} it ended so: {result['ended']}",
                 help="Along a dimension where nothing works, all ranks do the same work. Raise a ValueError.",
                 rank=rank,
+                cause="the three are looked for, and not what the mesh has: it has a fourth dimension here"
+                if dim == FOURTH and result["ended"] == "returned"
+                else "",
             )
             trial.require(
                 not result["log"],
