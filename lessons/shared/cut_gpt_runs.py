@@ -10,6 +10,7 @@ from grader.checks import BACKWARD, Trial
 from nanogpt.model import GPT, GPTConfig
 
 from .cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, tied, train
+from .evaluation import LONGER, STRIDED, noted, strided
 from .passes import HALF
 
 
@@ -20,9 +21,11 @@ def dense_on(rank, config: dict, weights: dict) -> GPT:
     return model.to(rank.device)
 
 
-def built(rank, function: str, config: dict, weights: dict, probability_dropout: bool = True) -> nn.Module:
-    """On a rank: the dense model, given to the learner's function."""
-    model = dense_on(rank, config, weights)
+def built(
+    rank, function: str, config: dict, weights: dict, probability_dropout: bool = True, awake: bool = True
+) -> nn.Module:
+    """On a rank: the dense model, in training mode if awake, given to the learner's function."""
+    model = dense_on(rank, config, weights).train(awake)
     if not probability_dropout:
         for block in model.transformer.h:
             block.attn.core.dropout = 0.0
@@ -48,11 +51,14 @@ def passes(
     in_evaluation = local(model(idx)[0].detach())
     with torch.no_grad():
         last, none = model(idx)
-        quiet, quiet_loss = model(idx=idx, targets=targets)  # a forward hook sees no argument with a name
+        with noted(STRIDED):  # and a forward hook sees no argument with a name
+            quiet, quiet_loss = model(idx=strided(idx), targets=strided(targets))
+        with noted(LONGER):
+            longer = model(*(torch.cat([x, x], 1) for x in (idx, targets)))[1]
     return {
         "loss": local(loss), "logits": local(logits), "last": local(last), "no_loss": none is None,
         "last in training": in_training, "last in evaluation": in_evaluation,
-        "quiet": local(quiet), "quiet loss": local(quiet_loss),
+        "quiet": local(quiet), "quiet loss": local(quiet_loss), "longer": local(longer),
         "tied": tied(model), "given_back": model is given, "recording": recording, **held,
     }  # fmt: skip
 
@@ -69,9 +75,10 @@ def model_case(trial: Trial, name: str, config: dict, length: int) -> SimpleName
     gradients = {name: p.grad for name, p in dense.named_parameters()}
     with torch.no_grad():
         last, _ = dense(idx)
+        longer = dense(*(torch.cat([x, x], 1) for x in (idx, targets)))[1]
     return SimpleNamespace(
         name=name, config=config, weights=weights, idx=idx, targets=targets, gradients=gradients,
-        loss=loss.detach(), logits=logits.detach(), last=last,
+        loss=loss.detach(), logits=logits.detach(), last=last, longer=longer,
     )  # fmt: skip
 
 

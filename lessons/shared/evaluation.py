@@ -1,6 +1,7 @@
 """What a module does in evaluation: the same as in training, where nothing is dropped."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,14 +29,45 @@ def in_evaluation(module: nn.Module, x: Tensor, upstream: Tensor | None = None) 
     return seen
 
 
+@contextlib.contextmanager
+def noted(told: str) -> Iterator[None]:
+    """On a rank: an error inside is told what was special about the call."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(told)
+        raise
+
+
+LONGER = "it was a later call, with other lengths: is something kept from the first one?"
+STRIDED = "tokens and targets were not contiguous in this call, as batch[:, :-1] and batch[:, 1:] are not"
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same tokens (b, s), not contiguous."""
+    return x.t().contiguous().t()
+
+
+def twice_as_long(module: nn.Module, x: Tensor) -> Any:
+    """On a rank: the output of a later call, for x (b, s, h) and behind it x once more."""
+    with noted(LONGER), torch.no_grad():
+        return _kept(module(torch.cat([x, x], 1).detach()))
+
+
+def later_is_right(trial: Trial, what: str, found: list, right: Any) -> None:
+    """What a later call has made, with sequences of another length."""
+    trial.close(
+        f"{what} of a later call, with other lengths,",
+        found,
+        right,
+        help="Positions and masks are those of the sequence that comes in: keep none of an earlier one.",
+    )
+
+
 def without_gradients(call: Callable[..., Any], *given: object) -> Any:
     """On a rank: what a call returns under no_grad."""
-    with torch.no_grad():
-        try:
-            return _kept(call(*given))
-        except Exception as error:
-            error.add_note("it was called under torch.no_grad(), where no tensor wants a gradient")
-            raise
+    with noted("it was called under torch.no_grad(), where no tensor wants a gradient"), torch.no_grad():
+        return _kept(call(*given))
 
 
 def _kept(output: Any) -> Any:

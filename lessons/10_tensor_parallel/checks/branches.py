@@ -18,7 +18,7 @@ from lessons_shared.cut_gpt import (
     describe,
     small_config,
 )
-from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
 from lessons_shared.refusals import refusal_of
 from nanogpt.model import MLP, CausalSelfAttention, GPTConfig
 
@@ -50,6 +50,7 @@ def one_branch(rank, name: str, config: dict, weights: dict, x: Tensor, upstream
         "given_back": branch is given,
         **describe(branch),
         "evaluation": in_evaluation(branch, x, upstream),
+        "longer": twice_as_long(branch, x),
     }
 
 
@@ -82,6 +83,7 @@ def branch_case(trial: Trial, name: str, bias: bool) -> SimpleNamespace:
     shape = (trial.integer(2, 3), trial.integer(3, 7), config["n_embd"])
     x, upstream = trial.normal(*shape), trial.normal(*shape)
     dense = dense_branch(branch, x, upstream)
+    dense.longer = twice_as_long(copy.deepcopy(branch).double(), x.double())
     return SimpleNamespace(dense=dense, weights=weights_of(branch), x=x, upstream=upstream, config=config)
 
 
@@ -101,6 +103,7 @@ def branch_output(trial: Trial, name: str, partial) -> None:
         trial.close(
             f"the output ({kind})", each_rank(seen, "output"), seen.dense.output, alternatives=alternatives
         )
+        later_is_right(trial, f"the output ({kind})", each_rank(seen, "longer"), seen.dense.longer)
 
 
 def branch_in_evaluation(trial: Trial, name: str) -> None:
@@ -119,11 +122,12 @@ def branch_communication(trial: Trial, name: str) -> None:
 def branch_dropout_probe(rank, name: str, config: dict, weights: dict, x: Tensor, seed: int) -> dict:
     branch = BRANCH[name][0](GPTConfig(**config))
     branch.load_state_dict(weights)
+    late = copy.deepcopy(branch).to(rank.device).eval()
     branch.to(rank.device).train()
     rank.seed(seed)
-    branch = getattr(rank.submission, name)(branch, rank.group)
+    branch, late = (getattr(rank.submission, name)(each, rank.group) for each in (branch, late))
     rank.seed(seed + 1)
-    outputs = [branch(x), branch(x)]
+    outputs = [branch(x), branch(x), late.train()(x)]
     getattr(branch, BRANCH[name][2], nn.Identity()).eval()  # what is left of dropout is before the sum
     before_the_sum = [branch(x), branch(x)]
     return {"outputs": outputs, "before the sum": before_the_sum, "asleep": branch.eval()(x)}
@@ -138,14 +142,19 @@ def branch_dropout(trial: Trial, name: str) -> list[dict]:
     runs = [(name, config, weights_of(branch), x, base + 10 * rank) for rank in range(trial.num_ranks)]
     results = trial.run(branch_dropout_probe, per_rank=runs)
     for rank, result in enumerate(results):
-        for number in range(2):
+        for number in range(3):
             trial.require(
                 torch.equal(result["outputs"][number] == 0, results[0]["outputs"][number] == 0),
                 f"ranks 0 and {rank} dropped different elements of the output, which is the same on both",
-                help="The ranks are seeded differently here. share_dropout makes their masks agree.",
+                help="The ranks are seeded differently here. share_dropout makes their masks agree."
+                if number < 2
+                else "A dropout in eval mode may train later: p alone says whether it must be shared.",
                 rank=rank,
+                cause=""
+                if number < 2
+                else "it was in eval mode when it was cut; one that was in training mode is right",
             )
-        first, second = result["outputs"]
+        first, second, _ = result["outputs"]
         trial.require(
             not torch.equal(first == 0, second == 0) and 0.1 < (first == 0).double().mean().item() < 0.8,
             "the output was not dropped at random in training mode",

@@ -20,7 +20,7 @@ from grader.checks import (
     weights_of,
 )
 from lessons_shared.cut_gpt import describe, own_part
-from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
 from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
 from lessons_shared.wire import wire_bytes
 
@@ -99,9 +99,10 @@ def multi_query_probe(rank, width: int, num_heads: int, weights: dict, x: Tensor
     backward(layer(x), HALF * upstream)
     twice = describe(layer)["gradients"]
     evaluation = in_evaluation(layer, x, upstream)
+    longer = twice_as_long(layer, x)
     return {
         "output": y, "gradient": gradient, "recording": recording, **held, "twice": twice,
-        "evaluation": evaluation,
+        "evaluation": evaluation, "longer": longer,
     }  # fmt: skip
 
 
@@ -122,11 +123,13 @@ def observe_multi_query(trial: Trial) -> SimpleNamespace:
     expected = dense_branch(dense, x, upstream)
     gradients = {name: [cut(name, g, rank) for rank in range(n)] for name, g in expected.gradients.items()}
     halves = one_half_alone(dense, x, upstream, n)
+    longer = twice_as_long(copy.deepcopy(dense).double(), x.double())
     dense.query.register_forward_pre_hook(lambda _, given: given[0].detach())
     shared = dense_branch(dense, x, upstream).x
     return SimpleNamespace(
         results=results, output=expected.output, x_gradient=expected.x, gradients=gradients, x=x, width=width,
         x_gradient_through_shared=shared, halves=halves, key_value=weights["key_value.weight"].double(),
+        longer=longer,
     )  # fmt: skip
 
 
@@ -154,6 +157,7 @@ def forward_stays_right(trial: Trial) -> None:
     """The output is that of the dense attention (it was before, too)."""
     seen = trial.once(observe_multi_query)
     trial.close("the output", each_rank(seen, "output"), seen.output)
+    later_is_right(trial, "the output", each_rank(seen, "longer"), seen.longer)
 
 
 @check("MultiQueryAttention")

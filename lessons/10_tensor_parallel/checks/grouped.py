@@ -23,7 +23,7 @@ from grader.checks import (
 )
 from lessons_shared.cut_gpt import describe, fused_of, own_part, shape_of
 from lessons_shared.cut_gpt_checks import given_one_is_changed
-from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
 from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
 from lessons_shared.refusals import refusal_of
 from lessons_shared.wire import computes_a_share, wire_bytes
@@ -81,6 +81,7 @@ def one_grouped(
         "twice": describe(attention)["gradients"],
         **held,
         "evaluation": in_evaluation(attention, x, upstream),
+        "longer": twice_as_long(attention, x),
     }
 
 
@@ -213,6 +214,8 @@ def grouped_output_is_the_dense_one(trial: Trial) -> None:
         trial.close(
             f"the output ({seen.told})", each_rank(seen, "output"), seen.dense.output, alternatives=added
         )
+        dense = twice_as_long(copy.deepcopy(seen.attention).double(), seen.x.double())
+        later_is_right(trial, f"the output ({seen.told})", each_rank(seen, "longer"), dense)
 
 
 @check("tensor_parallel_grouped_attention")

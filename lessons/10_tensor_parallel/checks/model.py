@@ -4,7 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, parts, told
@@ -30,6 +30,7 @@ from lessons_shared.cut_gpt_checks import (
 )
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 from lessons_shared.cut_gpt_slips import losses_of_slips
+from lessons_shared.evaluation import later_is_right
 from lessons_shared.passes import BOTH
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, where, wire_bytes
@@ -84,6 +85,7 @@ def model_loss_is_the_dense_one(trial: Trial) -> None:
                 **losses_of_slips(dense_model(seen.config, seen.weights), seen.idx, seen.targets, n),
             },
         )
+        later_is_right(trial, f"the loss ({seen.name})", each_rank(seen, "longer"), seen.longer)
 
 
 @check("tensor_parallelize")
@@ -205,20 +207,48 @@ def model_computes_its_share(trial: Trial) -> None:
 
 
 def stream_probe(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor, seed: int) -> dict:
-    """What enters each block and leaves the last, twice in training mode and once in eval mode."""
+    """What enters each block and leaves the last, twice in training mode, and the loss in eval mode.
+
+    And the same of a model that was in eval mode when it was cut.
+    """
     rank.seed(seed)
-    model = built(rank, "tensor_parallelize", config, weights).train()
+    model, late = (built(rank, "tensor_parallelize", config, weights, awake=awake) for awake in (True, False))
     rank.seed(seed + 1)
-    stream: list[Tensor] = []
-    blocks = model.transformer.h
-    for block in blocks:
-        block.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0].detach().clone()))
-        block.register_forward_hook(lambda _, inputs, output: stream.append(output.detach().clone()))
-    losses = [model(idx, targets)[1] for _ in range(2)]
-    half = len(stream) // 2
-    model.eval()
-    asleep = model(idx, targets)[1]
-    return {"first": stream[:half], "second": stream[half : 2 * half], "losses": losses, "asleep": asleep}
+
+    def stream_of(model: nn.Module) -> list[Tensor]:
+        stream: list[Tensor] = []
+        hooks = [
+            hook
+            for block in model.transformer.h
+            for hook in (
+                block.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0].detach().clone())),
+                block.register_forward_hook(lambda _, inputs, output: stream.append(output.detach().clone())),
+            )
+        ]
+        model.train()(idx, targets)
+        for hook in hooks:
+            hook.remove()
+        return stream
+
+    found = {"first": stream_of(model), "second": stream_of(model), "late": stream_of(late)}
+    return found | {"asleep": model.eval()(idx, targets)[1]}
+
+
+def same_stream(trial: Trial, rank: int, mine: list[Tensor], others: list[Tensor], cause: str = "") -> None:
+    """What enters and leaves the blocks of a rank is what it is on rank 0."""
+    for place, (x, first) in enumerate(zip(mine, others, strict=True)):
+        here = f"block {place // 2}" if place % 2 == 0 else f"what follows block {place // 2}"
+        trial.require(
+            torch.allclose(x, first, rtol=1e-4, atol=1e-5),
+            f"what enters {here} differs from rank 0's: their dropouts drop different elements"
+            if place % 2 == 0
+            else f"{here} differs from rank 0's: a dropout of that block drops different elements",
+            help="A dropout in eval mode may train later: p alone says whether it must be shared."
+            if cause
+            else "The ranks are seeded differently. Share transformer.drop and both dropouts of a block.",
+            rank=rank,
+            cause=cause,
+        )
 
 
 @check("tensor_parallelize", world_sizes=(2, 1, 3))
@@ -231,16 +261,9 @@ def dropout_after_a_sum_is_the_same_everywhere(trial: Trial) -> None:
     runs = [(config, weights, idx, targets, base + 10 * rank) for rank in range(trial.num_ranks)]
     results = trial.run(stream_probe, per_rank=runs)
     for rank, result in enumerate(results):
-        for place, (mine, first) in enumerate(zip(result["first"], results[0]["first"], strict=True)):
-            here = f"block {place // 2}" if place % 2 == 0 else f"what follows block {place // 2}"
-            trial.require(
-                torch.allclose(mine, first, rtol=1e-4, atol=1e-5),
-                f"what enters {here} differs from rank 0's: their dropouts drop different elements"
-                if place % 2 == 0
-                else f"{here} differs from rank 0's: a dropout of that block drops different elements",
-                help="The ranks are seeded differently. Share transformer.drop and both dropouts of a block.",
-                rank=rank,
-            )
+        same_stream(trial, rank, result["first"], results[0]["first"])
+        cause = "this model was in eval mode when it was cut; one that was cut in training mode is right"
+        same_stream(trial, rank, result["late"], results[0]["late"], cause)
         zeros = (result["first"][0] == 0).double().mean().item()
         trial.require(
             0.1 < zeros < 0.5 and not torch.equal(result["first"][0], result["second"][0]),

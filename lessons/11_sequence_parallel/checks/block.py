@@ -20,7 +20,7 @@ from grader.checks import (
 )
 from lessons_shared.cut_gpt import cut_dim, describe, gradients_of, small_config
 from lessons_shared.cut_gpt_checks import given_one_is_changed, matrices_are_cut
-from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
 from lessons_shared.passes import BOTH, HALF
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most
@@ -100,6 +100,7 @@ def one_block(rank, config: dict, weights: dict, x: Tensor, upstream: Tensor) ->
         "recording": recording,
         **held,
         "evaluation": in_evaluation(block, x, upstream),
+        "longer": twice_as_long(block, x),
     }
 
 
@@ -120,7 +121,9 @@ def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
     leaf = x.double().requires_grad_()
     y = dense(leaf)
     y.backward(upstream.double())
+    longer = torch.cat([torch.cat([own, own], 1) for own in parts(x.double(), 1, n)], 1)
     return SimpleNamespace(
+        longer=dense(longer).detach(),
         name="with bias" if bias else "without bias",
         config=config, weights=weights_of(block), x=x, upstream=upstream, output=y.detach(),
         x_gradient=leaf.grad, gradients={k: p.grad for k, p in dense.named_parameters()},
@@ -201,6 +204,8 @@ def block_output_is_the_dense_one(trial: Trial) -> None:
         )
         for rank, changed in enumerate(each_rank(seen, "changed")):
             trial.require(not changed, "the input or the incoming gradient was changed in place", rank=rank)
+        longer = parts(seen.longer, 1, trial.num_ranks)
+        later_is_right(trial, f"the output ({seen.name})", each_rank(seen, "longer"), longer)
 
 
 @check("sequence_parallel_block")

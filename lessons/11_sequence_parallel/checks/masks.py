@@ -51,6 +51,7 @@ def patterns(results: list[dict], which: str, embedded: bool) -> list[tuple[str,
 
 def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool, seeds: str) -> None:
     """Between ranks, from call to call, and between the dropouts of all ranks."""
+    asleep = "in eval mode" in seeds
     first, second = (patterns(results, which, embedded) for which in ("first", "second"))
     for (what, kept), (_, later) in zip(first, second, strict=True):
         for rank, mask in enumerate(kept):
@@ -74,7 +75,7 @@ def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool,
                     "seed the dropout's generator with that. (With group.rank() alone every dropout of a "
                     "rank would draw the same masks. A CPU's generator reads the lower 32 bits of a seed.)",
                     cause="one mask for different tokens: share_dropout of lesson 10, or the ranks' "
-                    "common seed",
+                    f"common seed{', which a dropout in eval mode must part with, too' * asleep}",
                     rank=rank,
                 )
     for number, (what, kept) in enumerate(first):

@@ -18,6 +18,7 @@ from lessons_shared.cut_gpt_checks import (
     training_is_right,
 )
 from lessons_shared.cut_gpt_slips import BIASES, losses_of_slips
+from lessons_shared.evaluation import later_is_right
 from lessons_shared.passes import BOTH
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, wire_bytes
@@ -71,6 +72,7 @@ def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
             "in order, with "
             "their own positions?",
         )
+        later_is_right(trial, f"the loss ({seen.name})", each_rank(seen, "longer"), seen.longer)
 
 
 @check("sequence_parallelize")

@@ -20,6 +20,7 @@ from .slips import SUMMED_TWICE, gradients_summed_twice, own_token_gradients, wi
 
 NAME = "sequence_parallelize"
 RATE = 0.4
+CUT_ASLEEP = "the ranks share a seed, and the model was in eval mode when it was cut"
 WORDS = 12
 
 
@@ -54,11 +55,11 @@ def case_with_slips(trial: Trial, name: str, config: dict) -> SimpleNamespace:
 
 
 def one_dropping(
-    rank, config: dict, weights: dict, seed: int, in_full: bool, idx: Tensor, targets: Tensor
+    rank, config: dict, weights: dict, awake: bool, seed: int, in_full: bool, idx: Tensor, targets: Tensor
 ) -> dict:
     """What was dropped in two runs; in full also the first one's gradients, bytes alive, and eval mode."""
     rank.seed(seed)
-    model = built(rank, NAME, config, weights, probability_dropout=False).train()
+    model = built(rank, NAME, config, weights, probability_dropout=False, awake=awake).train()
     rank.seed(seed + 1)
     runs, losses = [], []
     for _ in range(2):
@@ -105,7 +106,7 @@ def observe_model(trial: Trial) -> SimpleNamespace:
     base = trial.integer(1, 10**6)
     kinds = {"with dropout, each rank seeded by itself": [base + 10 * r for r in range(n)]} if few else {}
     if trial.in_full:
-        kinds["the ranks share a seed"] = [base] * n
+        kinds[CUT_ASLEEP] = [base] * n
     dropping = [
         SimpleNamespace(name=name, config=config, weights=weights, idx=idx, targets=targets) for name in kinds
     ]
@@ -119,7 +120,15 @@ def observe_model(trial: Trial) -> SimpleNamespace:
         (
             given,
             [
-                (case.config, case.weights, kinds[case.name][r], number == 0, idx, targets)
+                (
+                    case.config,
+                    case.weights,
+                    case.name != CUT_ASLEEP,
+                    kinds[case.name][r],
+                    number == 0,
+                    idx,
+                    targets,
+                )
                 for number, case in enumerate(dropping)
             ],
         )

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grader.checks import Fault, Trial, check, exercise, is_close
 from lessons_shared.earlier import by_earlier_counts
-from lessons_shared.evaluation import HELP, without_gradients
+from lessons_shared.evaluation import HELP, LONGER, STRIDED, later_is_right, noted, strided, without_gradients
 from nanogpt.model import GPT
 
 from .model_losses import built, config_of, dense, drawn, other_losses, small_config, uneven
@@ -51,12 +51,12 @@ NO_GRAPH = (
 def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[Tensor]) -> dict:
     """A recorded pass over the first targets, half the loss over the second, a fresh one over the third.
 
-    Then, in evaluation, the losses over the first and the third.
+    Then what comes in evaluation.
     """
     model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
     before = [x.clone() for x in (idx, *all_targets)]
     with rank.record() as recording, Watch(sizes["length"], dims=3) as watch:
-        loss = model(idx, all_targets[0])[1]
+        logits, loss = model(idx, all_targets[0])
         forward, watch.long = watch.long, ""
         recording.mark(BACKWARD)
         loss.backward()
@@ -72,12 +72,11 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
         error.add_note(NO_GRAPH)
         raise
     third = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.eval()
-    silent = [without_gradients(lambda: model(idx, all_targets[0])[1])]
-    silent += [None, without_gradients(lambda: model(idx, all_targets[2])[1])]
+    found = in_evaluation(model, idx, all_targets, rank.group.size())
     return {
+        **found,
+        "logits": logits.detach() if isinstance(logits, Tensor) else None,
         "third": third,
-        "silent": silent,
         "losses": [x.detach() for x in (loss, second_loss, third_loss)],
         "first": first,
         "both": both,
@@ -86,6 +85,17 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
         "unchanged": all(torch.equal(x, y) for x, y in zip((idx, *all_targets), before, strict=True)),
         "recording": recording,
     }
+
+
+def in_evaluation(model: nn.Module, idx: Tensor, all_targets: list[Tensor], n: int) -> dict:
+    """The losses over the first targets, which come by name, and the third, and that of a shorter batch."""
+    model.eval()
+    last = without_gradients(lambda: model(idx, all_targets[2])[1])
+    with noted(STRIDED), torch.no_grad():
+        logits, loss = model(idx=strided(idx), targets=strided(all_targets[0]))
+    with noted(LONGER), torch.no_grad():
+        shorter = model(*(x[:, : 2 * n] for x in (idx, all_targets[1])))[1]
+    return {"silent": [loss, None, last], "logits by name": logits, "shorter": shorter}
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -100,6 +110,8 @@ def observe(trial: Trial) -> SimpleNamespace:
     seen = SimpleNamespace(sizes=sizes, weights=weights, idx=idx, targets=targets, num_ranks=trial.num_ranks)
     seen.results = trial.run(run_model, sizes, weights, idx, targets)
     seen.expected = [dense(sizes, weights, idx, t) for t in targets]
+    short = slice(0, 2 * trial.num_ranks)
+    seen.shorter = dense(sizes, weights, idx[:, short], targets[1][:, short])[0]
     return seen
 
 
@@ -144,6 +156,8 @@ def loss_is_that_of_one_process(trial: Trial) -> None:
         "Cut tokens, their positions in the whole sequence, and targets alike; let every attention be the "
         "ring on the same parts; and give every rank the mean of all.",
     )
+    seen = trial.once(observe)
+    later_is_right(trial, "the loss", [r["shorter"] for r in seen.results], seen.shorter)
 
 
 @check("context_parallelize")
@@ -166,6 +180,29 @@ def loss_is_the_same_where_no_gradient_is_wanted(trial: Trial) -> None:
             partial(own_losses, seen, seen.targets[number]),
             HELP,
         )
+    same_logits_by_name(trial, seen, [r["logits"] for r in seen.results])
+
+
+def same_logits_by_name(trial: Trial, seen: SimpleNamespace, logits: list) -> None:
+    """A rank's logits are those that it has where targets come by place."""
+    if not all(isinstance(each, Tensor) for each in logits):
+        return
+    trial.close(
+        "the logits of a rank's tokens where targets come by name, targets=...,",
+        [r["logits by name"] for r in seen.results],
+        logits,
+        {
+            f"they are those of rank {r}, on every rank": Fault(
+                [logits[r]] * trial.num_ranks,
+                "That belongs where there are no targets. A forward hook is not given what has a name in the "
+                "call: the loss that comes back tells.",
+            )
+            for r in (0, trial.num_ranks - 1)
+        }
+        if trial.num_ranks > 1
+        else {},
+        help="Whether targets come by name or by place changes nothing.",
+    )
 
 
 def own_losses(seen: SimpleNamespace, targets: Tensor) -> dict[str, Fault]:
