@@ -87,9 +87,9 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     """The shards of all ranks, joined along dim 0 in the order of ranks: (m, ...) to (n·m, ...).
 
-    All shards have the same shape and dtype, whatever these are. In each of n - 1 steps a rank sends one
-    shard to a neighbour in the ring, so it sends (n-1)/n of the result's bytes. The input is not changed.
-    It need not be contiguous, nor lie in memory as it does on other ranks.
+    All shards have the same shape and dtype, whatever these are, and at least one element. In each of n - 1
+    steps a rank sends one shard to a neighbour in the ring, so it sends (n-1)/n of the result's bytes. The
+    input is not changed. It need not be contiguous, nor lie in memory as it does on other ranks.
     Uses only messages between two ranks, all of them over when the function returns.
     """
     # answer
@@ -103,7 +103,7 @@ def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
-    """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size, in its dtype.
+    """Replace the tensor by the sum of all ranks' tensors, in place: any shape but an empty one, in its dtype.
 
     A reduce-scatter, then an all-gather: 2(n-1) steps, in which each rank sends 2(n-1)/n of the tensor's
     bytes to a neighbour in the ring. The tensor need not be contiguous, nor lie in memory as it does on
@@ -149,7 +149,7 @@ def all_to_all(
 
 
 def two_level_all_reduce(tensor: Tensor, inner: ProcessGroup, outer: ProcessGroup) -> None:
-    """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size, in its dtype.
+    """Replace the tensor by the sum of all ranks' tensors, in place: any shape but an empty one, in its dtype.
 
     `inner` are the ranks of this rank's machine, n of them, and `outer` the ranks with its place in all m
     machines. Inside the machine a reduce-scatter, across the machines an all-reduce of the shard, inside an
@@ -224,7 +224,7 @@ def relay_microbatches(
     """
     # answer
     rank, last = group.rank(), group.size() - 1
-    arrived, output = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    arrived, output = (inputs[0].new_empty(inputs[0].shape) for _ in range(2))
     outputs: list[Tensor] = []
     sending: Work | None = None
     for x in inputs:

@@ -720,7 +720,7 @@ def clipped_step(
     _, loss = module(inputs, targets)
     loss.backward()
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    square = sum((g.square().sum() for g in gradients), torch.zeros((), device=loss.device))
+    square = sum((g.square().sum() for g in gradients), loss.new_zeros((), dtype=torch.float64))
     dist.all_reduce(square, group=group)
     norm = square.sqrt()
     for gradient in gradients:
