@@ -103,7 +103,7 @@ def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
-    """Replace the tensor by the sum of all ranks' tensors, in place: any shape but an empty one, in its dtype.
+    """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size > 0, in its dtype.
 
     A reduce-scatter, then an all-gather: 2(n-1) steps, in which each rank sends 2(n-1)/n of the tensor's
     bytes to a neighbour in the ring. The tensor need not be contiguous, nor lie in memory as it does on
@@ -149,7 +149,7 @@ def all_to_all(
 
 
 def two_level_all_reduce(tensor: Tensor, inner: ProcessGroup, outer: ProcessGroup) -> None:
-    """Replace the tensor by the sum of all ranks' tensors, in place: any shape but an empty one, in its dtype.
+    """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size > 0, in its dtype.
 
     `inner` are the ranks of this rank's machine, n of them, and `outer` the ranks with its place in all m
     machines. Inside the machine a reduce-scatter, across the machines an all-reduce of the shard, inside an
