@@ -49,8 +49,7 @@ def largest_microbatch(config, memory_bytes, recipe, sequence_length):
 def train_epoch(model, optimizer, scheduler, microbatches, accumulate):
     """With torch.autograd.grad and lists of sums."""
     waiting, losses = list(microbatches), []
-    model.zero_grad()
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     while waiting:
         together, waiting = waiting[:accumulate], waiting[accumulate:]
         numbers = [(targets != -1).sum().item() for _, targets in together]

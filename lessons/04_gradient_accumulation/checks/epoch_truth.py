@@ -29,10 +29,9 @@ def make(config: GPTConfig, seed: int, sharpness: float) -> GPT:
 
 
 def leave_gradients(model: nn.Module) -> None:
-    """Something large in every `.grad`, as a step before the epoch may have left it; one is frozen since."""
+    """Something large in every `.grad`, as a step before the epoch may have left it."""
     for parameter in model.parameters():
         parameter.grad = 10 * parameter.detach()
-    model.transformer.h[0].ln_1.weight.requires_grad_(False)
 
 
 def tools(model: GPT, part: bool = False) -> tuple[torch.optim.Optimizer, LRScheduler]:
@@ -65,8 +64,6 @@ class Slip:
     """What the optimizer does not hold keeps its gradients, and the norm counts them."""
     zero_once: bool = False
     """The same after an epoch's first step: before it, all gradients are cleared."""
-    zero_trained: bool = False
-    """What is frozen keeps its gradient."""
     by_value: bool = False
     early: bool = False
     """The scheduler comes before the optimizer."""
@@ -149,22 +146,13 @@ def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> floa
     }[slip.weigh]
 
 
-def clear_gradients(model: nn.Module, slip: Slip) -> None:
-    """Set all gradients to None, or those of what is trained."""
-    for parameter in model.parameters():
-        if parameter.requires_grad or not slip.zero_trained:
-            parameter.grad = None
-
-
 def clip_sum(model: nn.Module, num_counted: int) -> None:
     """Clip the gradient that a sum over so many targets has, and make it that of a mean."""
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= num_counted
+        parameter.grad *= num_counted
     nn.utils.clip_grad_norm_(model.parameters(), NORM)
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= num_counted
+        parameter.grad /= num_counted
 
 
 def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNamespace:
@@ -181,7 +169,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.zero_held or (slip.zero_once and i):
                 optimizer.zero_grad()
             elif slip.zero:
-                clear_gradients(model, slip)
+                model.zero_grad()
             total = 0.0
             for inputs, goals in counting(group, slip):
                 loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
@@ -230,8 +218,6 @@ SLIPS = {
     "what stood in .grad before is still there: zero_grad belongs before each group's first backward": Slip(
         zero=False
     ),
-    "what stood in .grad of a frozen weight (requires_grad False) is still there: the norm counts it, and "
-    "the optimizer goes a step with it": Slip(zero_trained=True),
     "what stood in .grad of parameters that the optimizer does not hold is still there, and the norm counts "
     "it": Slip(zero_held=True),
     "gradients of parameters that the optimizer does not hold pile up from step to step, and the norm counts "

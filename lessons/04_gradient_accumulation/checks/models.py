@@ -65,11 +65,6 @@ def weighted(
     return total, found
 
 
-def sliced(tokens: Tensor) -> Tensor:
-    """A copy whose rows are slices of longer ones, as of a text's: it does not lie in one piece."""
-    return F.pad(tokens, (0, 1))[:, :-1]  # (b, s)
-
-
 def counted(targets: Tensor) -> int:
     """How many targets are not -1."""
     return int((targets != -1).sum())
