@@ -267,11 +267,6 @@ def core_is_computed_again_and_nothing_else(trial: Trial) -> None:
             help="Checkpoint block.attn.core, of every layer and of any class, and no more.",
             cause=told.get(extra, "") if extra else why_not_again(seen, kind),
         )
-    require_again_where_blocks_alone_train(trial)
-
-
-def require_again_where_blocks_alone_train(trial: Trial) -> None:
-    """With all but the blocks in evaluation mode, a core that was computed again still is."""
     mine, _ = trial.once(observe_generators)
     pairs = list(zip(mine["calls of the first pass"], mine["calls"], strict=True))
     left = [str(i) for i, (once, all_three) in enumerate(pairs) if once == 2 and all_three == 4]

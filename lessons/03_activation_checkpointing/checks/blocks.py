@@ -69,8 +69,16 @@ def step(
     elif how == "a graph of x alone":
         for block in model.transformer.h:
             block.forward = partial(of_x_alone, block.forward)
-    result = {"same model": changed is model, **parameters_of(changed, before)}
-    if not isinstance(changed, GPT):
+    is_gpt = isinstance(changed, GPT)
+    after = list(changed.parameters()) if is_gpt else []
+    there = {id(p) for p in after}
+    result = {
+        "same model": changed is model,
+        "same parameters": {id(p) for p in before.values()} == there and len(before) == len(after),
+        "only lost": len(after) < len(before) and there < {id(p) for p in before.values()},
+        "lost": [name for name, p in before.items() if id(p) not in there],
+    }
+    if not is_gpt:
         return result
     (idx, targets), *others = batches
     with rank.record(memory=True) as recording:
@@ -83,29 +91,14 @@ def step(
     for part in embedding:
         part.requires_grad_(False)
     changed.eval().transformer.h.train()
-    result["blocks alone"] = [block for batch in others for block in again(changed, log, batch)]
+    for idx, targets in others:
+        loss, forward = changed(idx, targets)[1], len(log.entries)
+        loss.backward()
+        result["blocks alone"] = log.entries[forward:]
     result |= {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
     with torch.no_grad():
         result["without gradients"] = changed.eval()(idx)[0]
     return result
-
-
-def parameters_of(changed: Any, before: dict[str, Tensor]) -> dict:
-    """Whether what came back has the parameters that were there before, and which it has lost."""
-    after = list(changed.parameters()) if isinstance(changed, GPT) else []
-    there, known = {id(p) for p in after}, {id(p) for p in before.values()}
-    return {
-        "same parameters": known == there and len(before) == len(after),
-        "only lost": len(after) < len(before) and there < known,
-        "lost": [name for name, p in before.items() if id(p) not in there],
-    }
-
-
-def again(model: GPT, log: Log, batch: tuple[Tensor, Tensor]) -> list[int]:
-    """One pass; the blocks that backward runs."""
-    loss, forward = model(*batch)[1], len(log.entries)
-    loss.backward()
-    return log.entries[forward:]
 
 
 def of_x_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
