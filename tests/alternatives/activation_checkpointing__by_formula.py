@@ -89,9 +89,7 @@ def checkpoint_blocks(model, every=1):
 
         def forward(x, group=group, forwards=forwards):
             again = Again(group, forwards)
-            if not torch.is_grad_enabled():
-                return again(x)
-            return torch_checkpoint(again, x, use_reentrant=x.requires_grad)  # weights learn in any case
+            return torch_checkpoint(again, x, use_reentrant=True) if torch.is_grad_enabled() else again(x)
 
         group[0].forward = forward
         for block in group[1:]:

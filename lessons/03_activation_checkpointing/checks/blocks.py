@@ -1,6 +1,5 @@
 """Checks of `checkpoint_blocks`: groups of a GPT's blocks that keep their input alone."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grader.checks import Trial, check, exercise
-from nanogpt.model import GPT, Dropout, GPTConfig
+from nanogpt.model import GPT, GPTConfig
 
 from .models import (
     NEXT_NUMBERS,
@@ -22,11 +21,9 @@ from .models import (
     close_with_generators,
     forgetful,
     give_generators,
-    gpt,
     gradients,
     never_replayed,
     next_numbers,
-    replaying,
 )
 
 NUM_BLOCKS = 5
@@ -54,21 +51,17 @@ def step(
 ) -> dict:
     """Two passes of a GPT, whose gradients add up; the first one is recorded.
 
-    In the second the blocks alone train: all else is in evaluation mode, and the embedding is frozen.
     With `every` 1 the model is changed in evaluation mode, and trains afterwards all the same.
     """
     model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
     before, log = dict(model.named_parameters()), Log(model.transformer.h)
-    embedding, changed = (model.transformer.wte, model.transformer.wpe), model
+    changed = model
     if how == "mine":
         changed = rank.submission.checkpoint_blocks(model.train(every > 1), every)
         model.train()
     elif how == "another mask":
         for block in model.transformer.h:
             block.forward = partial(forgetful, False, block.forward)
-    elif how == "a graph of x alone":
-        for block in model.transformer.h:
-            block.forward = partial(of_x_alone, block.forward)
     is_gpt = isinstance(changed, GPT)
     after = list(changed.parameters()) if is_gpt else []
     there = {id(p) for p in after}
@@ -88,23 +81,12 @@ def step(
         loss.backward()
     result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
     result |= {"forward": log.entries[:forward], "backward": log.entries[forward:]}
-    for part in embedding:
-        part.requires_grad_(False)
-    changed.eval().transformer.h.train()
     for idx, targets in others:
-        loss, forward = changed(idx, targets)[1], len(log.entries)
-        loss.backward()
-        result["blocks alone"] = log.entries[forward:]
+        changed(idx, targets)[1].backward()
     result |= {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
     with torch.no_grad():
         result["without gradients"] = changed.eval()(idx)[0]
     return result
-
-
-def of_x_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A block whose weights learn only where its input needs a gradient."""
-    with torch.set_grad_enabled(x.requires_grad and torch.is_grad_enabled()):
-        return function(x)
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -132,7 +114,6 @@ def observe(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(
         plain=run("plain"),
         other=lambda: run("another mask")["gradients"],
-        unlearned=lambda: run("a graph of x alone")["gradients"],
         empty=run("plain", n_layer=0),
         mine={every: run("mine", every) for every in lengths},
         stream=4 * 4 * 64 * config.n_embd,
@@ -197,10 +178,9 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
             {name: f"the gradient of {name}{told}" for name in expected},
             mine["gradients"],
             expected,
-            {"the second run drew other dropout masks": seen.other, OLDER: seen.unlearned},
+            {"the second run drew other dropout masks": seen.other},
             "Use `checkpoint`, whose second call must run the same blocks as the first. If its own check "
             "passes: does a function made in a loop run the group of its own?",
-            {OLDER: "That is the older version's way: use_reentrant=False (section 6)."},
         )
         help = "The second run must leave the random state as it finds it."
         trial.close(f"a random number drawn afterwards{told}", mine["drawn"], seen.plain["drawn"], help=help)
@@ -226,7 +206,6 @@ def other_blocks(ran: list[int], every: int) -> str:
     return told
 
 
-OLDER = "blocks learned nothing where the embedding is frozen, so that x needs no gradient itself"
 NOTHING = "nothing is checkpointed: the groups run as they are, whatever `every` is"
 
 
@@ -273,27 +252,6 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
             f"{where}backward computes groups of {', '.join(map(str, sizes))} blocks; they should be "
             f"{needed}, none longer than {every}",
             help=groups_of_blocks,
-        )
-    again = {every: mine["blocks alone"] for every, mine in seen.mine.items()}
-    require_again_where_blocks_alone_train(trial, again)
-
-
-def require_again_where_blocks_alone_train(trial: Trial, again: dict[int, list[int]]) -> None:
-    """With a frozen embedding, and all but the blocks in evaluation mode, the groups run once more, too."""
-    missing = {every: sorted(set(range(NUM_BLOCKS)) - set(order)) for every, order in again.items()}
-    cause = ""
-    if all(left == list(range(NUM_BLOCKS)) for left in missing.values()):
-        cause = "the mode of the whole model is asked for, and not that of the group's blocks"
-    elif all(left == list(range(min(every, NUM_BLOCKS))) for every, left in missing.items()):
-        cause = "a group is checkpointed only where its input needs a gradient"
-    for every, left in missing.items():
-        trial.require(
-            not left,
-            f"every={every}, {NUM_BLOCKS} blocks: where the blocks alone train (the embedding is frozen, and "
-            "all but model.transformer.h in evaluation mode) backward does not compute block "
-            f"{', '.join(map(str, left))} again",
-            help="Each group has a mode of its own, and weights of its own, which need what it would keep.",
-            cause=cause,
         )
 
 
@@ -386,20 +344,14 @@ def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx:
 
     For the first step, half of them get theirs after the change.
     """
-    model = build(lambda: gpt(GPTConfig(**sizes), plain_attention=True), seed, rank.device)
+    model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
     before, blocks = dict(model.named_parameters()), list(model.transformer.h)
     soon, late = [block.mlp.dropout for block in blocks], [block.attn.resid_dropout for block in blocks]
-    for block in blocks:
-        block.attn.core.dropout = Dropout(block.attn.core.dropout.p)
-        late.append(block.attn.core.dropout)
     give_generators(soon, seed, rank.device)
     if how == "mine":
         model = rank.submission.checkpoint_blocks(model, every)
     elif how == "unaware":
         never_replayed(blocks)
-    elif how == "but for cores":
-        for block in blocks:
-            block.forward = partial(replaying, [block.mlp.dropout, block.attn.resid_dropout], block.forward)
     give_generators(late, seed + len(soon), rank.device)
     model(idx)[0].square().mean().backward()
     if how == "remembered":
@@ -408,12 +360,6 @@ def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx:
     first, second = model(idx)[0], model(idx.flip(1))[0]
     (first.square().mean() + second.sin().mean()).backward()
     return {"gradients": gradients(before), "drawn": [next_numbers(each) for each in generators]}
-
-
-CORES = (
-    "the generator of a Dropout in attention's core drew its next numbers in the second run, while those of "
-    "the other two Dropouts of a block began anew: look through all modules of a block"
-)
 
 
 @check("checkpoint_blocks")
@@ -430,7 +376,6 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     plain = run("plain")
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]
-    slips[CORES] = lambda: run("but for cores")["gradients"]
     for every in (1, 2):
         close_with_generators(trial, run("mine", every), plain, slips)
 

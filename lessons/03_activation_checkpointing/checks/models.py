@@ -203,26 +203,6 @@ def never_replayed(modules: list[nn.Module]) -> None:
         module.forward = partial(unaware, module.forward)
 
 
-def replaying(dropouts: list[Dropout], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """A checkpoint that knows of the generators of these alone, to tell what that slip looks like."""
-    generators = [dropout.generator for dropout in dropouts if dropout.generator]
-    states = [generator.get_state() for generator in generators]
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        now = [generator.get_state() for generator in generators]
-        try:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-            yield
-        finally:
-            for generator, state in zip(generators, now, strict=True):
-                generator.set_state(state)
-
-    contexts = nullcontext(), again()
-    return torch_checkpoint(function, *inputs, use_reentrant=False, context_fn=lambda: contexts)
-
-
 NEXT_NUMBERS = "the second run drew those generators' next numbers"
 REMEMBERED = (
     "the generators of the first forward are remembered: those that the dropouts got after it drew their "
