@@ -1,6 +1,5 @@
 """Checks of `recompute_attention`: the core of attention is computed again, and nothing else."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
@@ -267,16 +266,6 @@ def core_is_computed_again_and_nothing_else(trial: Trial) -> None:
             help="Checkpoint block.attn.core, of every layer and of any class, and no more.",
             cause=told.get(extra, "") if extra else why_not_again(seen, kind),
         )
-    mine, _ = trial.once(observe_generators)
-    pairs = list(zip(mine["calls of the first pass"], mine["calls"], strict=True))
-    left = [str(i) for i, (once, all_three) in enumerate(pairs) if once == 2 and all_three == 4]
-    trial.require(
-        not left,
-        "where the blocks alone are in training mode, and the rest of the model in evaluation mode, backward "
-        f"does not compute the core of block {', '.join(left)} again",
-        cause="the mode of the whole model is asked for, and not that of the core",
-        help="Ask the core: core.training, each time that it is called.",
-    )
 
 
 def why_not_again(seen: SimpleNamespace, kind: str) -> str:
@@ -326,8 +315,7 @@ LAST_CORES = (
 def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> dict:
     """A step, then two passes and backward of both, before which all cores get other generators.
 
-    In these two, all but the blocks is in evaluation mode. For the first step, all cores but the first get
-    theirs after the change.
+    For the first step, all cores but the first get theirs after the change.
     """
     model = build(lambda: make("plain", GPTConfig(**sizes)), seed, rank.device)
     before, cores = dict(model.named_parameters()), [block.attn.core for block in model.transformer.h]
@@ -343,8 +331,6 @@ def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> 
         never_replayed(cores[:-1])
     give_generators(others, seed + 1, rank.device)
     model(idx)[0].square().mean().backward()
-    calls = [core.calls for core in cores]
-    model.eval().transformer.h.train()
     if how == "remembered":
         never_replayed(cores)
     give_generators(dropouts, seed + len(cores), rank.device)
@@ -354,12 +340,12 @@ def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> 
         "gradients": gradients(before),
         "drawn": [next_numbers(each.generator) for each in dropouts],
         "calls": [core.calls for core in cores],
-        "calls of the first pass": calls,
     }
 
 
-def observe_generators(trial: Trial) -> tuple[dict, Callable[[str], dict]]:
-    """The submission's run, and a function that makes others."""
+@check("recompute_attention")
+def generators_of_dropouts_repeat(trial: Trial) -> None:
+    """A generator that a core's Dropout has of its own repeats its numbers too, and goes on as without."""
     config = GPTConfig(
         block_size=16, vocab_size=20, n_layer=3, n_head=2, n_embd=2 * trial.integer(8, 12), dropout=0.3
     )
@@ -368,13 +354,7 @@ def observe_generators(trial: Trial) -> tuple[dict, Callable[[str], dict]]:
     def run(how: str) -> dict:
         return trial.run(own_generators, how, *inputs, seeds=seeds)[0]
 
-    return run("mine"), run
-
-
-@check("recompute_attention")
-def generators_of_dropouts_repeat(trial: Trial) -> None:
-    """A generator that a core's Dropout has of its own repeats its numbers too, and goes on as without."""
-    mine, run = trial.once(observe_generators)
+    mine = run("mine")
     *others, last = mine["calls"]
     trial.require(
         any(others) or not last,
