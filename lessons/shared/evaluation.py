@@ -40,12 +40,6 @@ def noted(told: str) -> Iterator[None]:
 
 
 LONGER = "it was a later call, with other lengths: is something kept from the first one?"
-STRIDED = "tokens and targets were not contiguous in this call, as batch[:, :-1] and batch[:, 1:] are not"
-
-
-def strided(x: Tensor) -> Tensor:
-    """The same tokens (b, s), not contiguous."""
-    return x.t().contiguous().t()
 
 
 def twice_as_long(module: nn.Module, x: Tensor) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grader.checks import Fault, Trial, check, exercise, is_close
 from lessons_shared.earlier import by_earlier_counts
-from lessons_shared.evaluation import HELP, LONGER, STRIDED, later_is_right, noted, strided, without_gradients
+from lessons_shared.evaluation import HELP, LONGER, later_is_right, noted, without_gradients
 from nanogpt.model import GPT
 
 from .model_losses import built, config_of, dense, drawn, other_losses, small_config, uneven
@@ -91,10 +91,10 @@ def in_evaluation(model: nn.Module, idx: Tensor, all_targets: list[Tensor], n: i
     """The losses over the first targets, which come by name, and the third, and that of a shorter batch."""
     model.eval()
     last = without_gradients(lambda: model(idx, all_targets[2])[1])
-    with noted(STRIDED), torch.no_grad():
-        logits, loss = model(idx=strided(idx), targets=strided(all_targets[0]))
+    with torch.no_grad():
+        logits, loss = model(idx=idx, targets=all_targets[0])
     with noted(LONGER), torch.no_grad():
-        shorter = model(*(x[:, : 2 * n] for x in (idx, all_targets[1])))[1]
+        shorter = model(*(x[:, : 2 * n].contiguous() for x in (idx, all_targets[1])))[1]
     return {"silent": [loss, None, last], "logits by name": logits, "shorter": shorter}
 
 
