@@ -1,5 +1,6 @@
 """Checks of `gather_ahead`: the next gather is under way while a block computes."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,25 @@ def require_ahead(
                     rank=r,
                     cause="the next block's gather was waited for at once",
                 )
+        require_next(trial, r, result["asked"], way, told, order)
+
+
+def require_next(
+    trial: Trial, rank: int, asked: list[tuple[str, int]], way: str, told: str, order: list[int]
+) -> None:
+    """Before a block computes, start_gather() is called of no unit but its own and those beside it."""
+    for before, number in pairwise(order):
+        others = {unit for mark, unit in asked if mark == f"{way} {before}" and abs(unit - number) > 1}
+        trial.require(
+            not others,
+            f"before block {number} computes its {told}, unit {min(others, default=0)} is sent for",
+            help=f"In {told} the unit that comes next is that of the block next to this one.",
+            rank=rank,
+            cause="it is the same unit before each block: a function that is made in a loop looks a variable "
+            "of the loop up when it is called, and finds that of the last round"
+            if others == {max(order)} or others == {min(order)}
+            else "",
+        )
 
 
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)

@@ -15,6 +15,7 @@ from .units import (
     NUM_BLOCKS,
     REDUCES,
     WIDTH,
+    ask_when,
     bytes_of_block,
     chain,
     most_ahead,
@@ -67,6 +68,7 @@ def step_on_ranks(
     with rank.record(memory=True) as recording:
         blocks = build(chain, seed, torch.float64).to(rank.device).train(training)
         units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
+        asked = ask_when(units, recording) if depth >= 3 else []
         for block, unit in zip(blocks, units, strict=True):
             submission.gather_in_forward(block, unit)
         if depth >= 2:
@@ -108,6 +110,7 @@ def step_on_ranks(
         "output": result,
         "gradients": gradients,
         "recording": recording,
+        "asked": asked,
     }
 
 

@@ -86,6 +86,24 @@ def watch(blocks: Sequence[nn.Module], recording: Any, way: str = "forward") -> 
     ]
 
 
+def ask_when(units: Sequence[Any], recording: Any) -> list[tuple[str, int]]:
+    """A list that grows with each start_gather() of a unit: the last mark by then, and the unit's number."""
+    asked: list[tuple[str, int]] = []
+
+    def listen(number: int, unit: Any) -> None:
+        start = unit.start_gather
+
+        def told() -> Any:
+            asked.append((recording.mark_name, number))
+            return start()
+
+        unit.start_gather = told
+
+    for number, unit in enumerate(units):
+        listen(number, unit)
+    return asked
+
+
 def sent_by(recording: Recording, mark: str, kinds: Sequence[str]) -> list[Any]:
     """The events of these kinds before a mark; all of them if there was no such mark."""
     marks = list(recording.totals)
