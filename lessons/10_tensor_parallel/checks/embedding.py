@@ -238,6 +238,8 @@ def other_outputs(seen: SimpleNamespace, ranges: list[tuple[int, int]], n: int) 
         f"the last row {taken} (the last of ceil(v/n))": without(
             [(r + 1) * -(-len(seen.table) // n) - 1 for r in range(n if len(seen.table) % n else 0)]
         ),
+        "a rank's first row has the last one of the rank before added: own rows are < first + size, "
+        "and <= takes in the next rank's first": seen.output + sum(next_ones(seen, *each) for each in having),
         "the token before each one was looked up: an index is one too small": shifted(seen, ranges, -1),
         "the token after each one was looked up: an index is one too large": shifted(seen, ranges, 1),
     } | (rows_not_zeroed(seen, n) | as_if_all_had_as_many(seen, ranges))
@@ -278,6 +280,11 @@ def table_row(seen: SimpleNamespace, first: int, size: int) -> Tensor:
     """What a rank adds by mistake if it looks up its first row for the others' tokens."""
     other = (seen.idx < first) | (seen.idx >= first + size)
     return seen.table[first].double() * other.unsqueeze(-1)
+
+
+def next_ones(seen: SimpleNamespace, first: int, size: int) -> Tensor:
+    """What a rank adds by mistake if it takes the row behind its last one for its own."""
+    return seen.table[first + size - 1].double() * (seen.idx == first + size).unsqueeze(-1)
 
 
 def rows_not_zeroed(seen: SimpleNamespace, n: int) -> dict[str, Tensor]:
