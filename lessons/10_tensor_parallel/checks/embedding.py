@@ -79,11 +79,18 @@ def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor, other: Ten
     }
 
 
+def with_borders(idx: Tensor, size: int, n: int) -> Tensor:
+    """Tokens (b, s), of which the first ones are the first and the last row of each of n ranks."""
+    firsts = torch.arange(0, size, size // n)
+    idx.view(-1)[: 2 * n] = torch.cat([firsts, firsts + size // n - 1])
+    return idx
+
+
 def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
     n = trial.num_ranks
     even = n * trial.integer(20, 30)
     plans = {
-        "v divides": (even, lambda v: trial.tokens(v, 2, 7)),
+        "v divides": (even, lambda v: with_borders(trial.tokens(v, 2, 7), v, n)),
         "v does not divide": (undividable(trial, 9), lambda v: trial.tokens(v, 3, 4)),
         "all tokens on the last rank": (even, lambda v: trial.tokens(v // n, 9) + v - v // n),
         "v is small": (5, lambda v: torch.arange(5).repeat(2)),
