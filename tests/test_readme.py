@@ -13,7 +13,7 @@ from grader.judging.course import Lesson
 from grader.judging.submission import read_submission
 from grader.judging.verdicts import Verdict
 from infra import wrong_answer
-from tests.bank import judge
+from tests.bank import judge, mistakes
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [ROOT / "infra", ROOT / "nanogpt"]
@@ -42,6 +42,12 @@ def grade_lines(text: str) -> list[list[str]]:
 
 def options_of(command: str) -> set[str]:
     return {name for parameter in cli.grade.commands[command].params for name in parameter.opts}
+
+
+def test_as_many_wrong_answers_are_kept_as_it_says() -> None:
+    (word,) = re.findall(r"(\w+) hundred wrong answers", (ROOT / "README.md").read_text())
+    hundreds = {"Fifteen": 15, "Sixteen": 16, "Seventeen": 17, "Eighteen": 18, "Nineteen": 19}
+    assert len(mistakes()) // 100 == hundreds[word]
 
 
 @each_document
