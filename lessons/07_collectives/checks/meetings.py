@@ -56,6 +56,12 @@ def why_two_meet(peers: list[list[int]]) -> str:
         )
         by_number = all(row == sorted(row) for row in peers)
         return f"{words}. To go by the numbers of the others is the same on {n} ranks" if by_number else words
+    by_sum = [[(k - r) % n for k in range(n) if (k - r) % n != r] for r in range(n)]
+    if n > 2 and peers == by_sum:
+        return (
+            "in round k partners are those whose ranks add up to k, or to k + n: a rank that is its own "
+            "partner then is in its next round before the others are, and there are n rounds in all"
+        )
     if all(row == sorted(row) for row in peers):
         return "every rank goes through the others in the same order, rank 0 first"
     return ""
