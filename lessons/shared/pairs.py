@@ -85,7 +85,9 @@ def left_alone(
     trial.require(
         not result["upstream_changed"],
         f"the gradient that came into backward was changed in place{where}",
-        help=help or "A residual connection hands it to its other branch, too: change a contiguous copy.",
+        help=help
+        or "A residual connection hands it to its other branch, too: change a clone(). contiguous() is no "
+        "copy where the tensor is contiguous already.",
         rank=rank,
         cause=cause,
     )

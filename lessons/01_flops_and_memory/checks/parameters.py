@@ -100,6 +100,9 @@ def parameter_slips(part: str, c: GPTConfig) -> dict[str, float]:
         "attention": {
             "c_proj is missing: h by h, after the heads are joined": 3 * linear,
             "c_attn makes queries, keys and values: 3h outputs": 2 * linear,
+            "c_attn has a bias for each of its 3h outputs: here it has one for each input": (
+                parameters(c)["attention"] - 2 * c.n_layer * h * c.bias
+            ),
         },
         "mlp": {
             "c_fc has 4h biases, as many as outputs: here it has h": (

@@ -16,6 +16,7 @@ from grader.checks import (
     drawn_alike,
     each_rank,
     exercise,
+    is_close,
     told,
     weights_of,
 )
@@ -183,6 +184,14 @@ def gradient_of_x_is_complete(trial: Trial) -> None:
     )
 
 
+def summed_at_x(seen: SimpleNamespace, actual: list[Tensor | None], expected: Tensor) -> bool:
+    """Whether the ranks have parts of a weight's gradient, and yet the whole gradient of x."""
+    if not all(isinstance(g, Tensor) and g.shape == expected.shape for g in actual):
+        return False
+    whole = [is_close(g, seen.x_gradient) for g in each_rank(seen, "gradient") if isinstance(g, Tensor)]
+    return all(whole) and is_close(torch.stack(actual).sum(0), expected)
+
+
 @check("MultiQueryAttention")
 def gradients_of_all_weights_are_complete(trial: Trial) -> None:
     """Every weight has the dense gradient, key_value's the same on every rank, and two passes add up."""
@@ -190,6 +199,7 @@ def gradients_of_all_weights_are_complete(trial: Trial) -> None:
     n = trial.num_ranks
     for name, expected in seen.gradients.items():
         actual = [g.get(name) for g in each_rank(seen, "twice")]
+        at_x = n > 1 and "key_value" in name and summed_at_x(seen, actual, BOTH * expected[0])
         trial.close(
             f"the gradient of {name} after two passes",
             actual,
@@ -201,7 +211,10 @@ def gradients_of_all_weights_are_complete(trial: Trial) -> None:
                 **sums_of_two_passes(expected, n),
                 **(of_one_half_alone(seen, name, BOTH) if n > 1 else {}),
             },
-            help="key_value is replicated: its gradient needs one sum over the ranks, no more and no less.",
+            help="The gradient of x is whole: it is summed in front of key_value, whose own weights see this "
+            "rank's part. copy_to_group belongs behind key_value, on its output."
+            if at_x
+            else "key_value is replicated: its gradient needs one sum over the ranks, no more and no less.",
         )
 
 

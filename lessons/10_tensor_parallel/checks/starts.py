@@ -22,7 +22,11 @@ def start_probe(rank, kind: str, arguments: tuple, seeds: tuple[int, int], uneve
         return {name: parameter.detach() for name, parameter in layer.named_parameters()}
 
     rank.seed(seeds[0])
-    first, second = drawn(build()), drawn(build())
+    states = [torch.get_rng_state()]
+    first = drawn(build())
+    states.append(torch.get_rng_state())
+    second = drawn(build())
+    began_anew = torch.equal(states[1], torch.get_rng_state()) and not torch.equal(*states)
     later = torch.rand(8)
     rank.seed(seeds[1])
     other = drawn(build())
@@ -30,7 +34,15 @@ def start_probe(rank, kind: str, arguments: tuple, seeds: tuple[int, int], uneve
     again = drawn(build())
     bare = sorted(drawn(build(bias=False))) if "bias" in first else ["weight"]
     found = {"first": first, "second": second, "other": other, "again": again, "later": later, "bare": bare}
-    return found | {"uneven": drawn(build(uneven)) if uneven else {}}
+    return found | {"uneven": drawn(build(uneven)) if uneven else {}, "began anew": began_anew}
+
+
+SEEDED = (
+    "the constructor seeds torch's global generator, so whatever is drawn after it begins anew",
+    "Leave the global stream as it goes on. For slices that differ draw the whole matrix from it, the same "
+    "on every rank, and keep this rank's part.",
+)
+"""Cause and next step."""
 
 
 def starts_as_slices(
@@ -61,7 +73,11 @@ def starts_as_slices(
         ),
     ):
         for rank, (one, same) in enumerate(zip(weights[which], weights["first"], strict=True)):
-            trial.require(not torch.equal(one, same), message, help=help, rank=rank)
+            anew = which == "second" and results[rank]["began anew"]
+            trial.require(
+                not torch.equal(one, same), message, help=SEEDED[1] if anew else help, rank=rank,
+                cause=SEEDED[0] if anew else "",
+            )  # fmt: skip
     for rank, result in enumerate(results):
         trial.require(
             torch.equal(weights["again"][rank], weights["first"][rank]),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .block_slips import of_nothing, other_blocks, seen_by
 from .shared import attention
@@ -231,6 +231,13 @@ def scores_far_below_zero_do_not_vanish(trial: Trial) -> None:
     )
 
 
+NAN_WEIGHTS = (
+    "the weights of a query that sees nothing are NaN when they meet v. Its output is masked afterwards, "
+    "which helps in the forward alone: on the way back 0 times NaN is NaN, for every key"
+)
+FINITE_WEIGHTS = "Mask the weights, before the product with v, and not the output behind it."
+
+
 def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
     seen = trial.once(observe_blocks)
     for name in names:
@@ -254,12 +261,16 @@ def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
             for g, x in zip(result["gradients"], expected, strict=True)
         ]
         poisoned = any(g.isnan().any() for g in gradients)
+        of_v_alone = poisoned and not any(g.isnan().any() for g in gradients[:2])
         for label, found, right, less in zip("qkv", gradients, expected, without, strict=True):
+            slips = {"what comes back through lse is missing": less}
+            if of_v_alone:
+                slips[NAN_WEIGHTS] = Fault(torch.full_like(right, math.nan), FINITE_WEIGHTS)
             trial.close(
                 f"the gradient of {label} ({name})",
                 found,
                 right,
-                {"what comes back through lse is missing": less},
+                slips,
                 help="Where a query sees nothing no NaN may come back, and 0 · NaN is NaN. Make the numbers "
                 "finite before the exp and the log (masked_fill), not after them."
                 if poisoned
