@@ -48,12 +48,16 @@ def average(
     rank: Any,
     double: bool,
     turned: bool,
+    twice: bool,
     seed: int,
     tokens: Tensor,
     targets: Tensor,
     order: tuple[str, ...],
 ) -> dict:
-    """Backward on this rank's data, then the mean; with `turned`, another order in memory on later ranks."""
+    """Backward on this rank's data, then the mean; with `turned`, another order in memory on later ranks.
+
+    With `twice`, the gradients of another model are averaged afterwards.
+    """
     model = build(Mixed, seed).to(rank.device)
     model = model.double() if double else model
     if turned and rank.rank > 0:
@@ -64,7 +68,7 @@ def average(
         means = gradients(model)  # what a functional collective returns waits when it is read
     return {
         "gradients": means,
-        "overwritten": overwritten(rank, model, means),
+        "overwritten": overwritten(rank, model, means) if twice else [],
         "weights": weights(model),
         "recording": recording,
         "device": rank.device.type,
@@ -92,7 +96,8 @@ def observe_average(
     numbers = numbers or [trial.seed()] * trial.num_ranks
     passes = draw_passes(trial, order)
     per_rank = [(number, *batch) for number, batch in zip(numbers, passes[0], strict=True)]
-    results = trial.run(average, double, turned, per_rank=per_rank)
+    twice = order == [BOTH]  # else ranks that wait for ever would meet in a later call
+    results = trial.run(average, double, turned, twice, per_rank=per_rank)
     expected, own = expected_gradients(numbers, passes)
     starts = [weights(build(Mixed, number)) for number in numbers]
     return SimpleNamespace(results=results, expected=expected, own=own, starts=starts, sizes=sizes_of(passes))
