@@ -144,8 +144,8 @@ def weighed_loss(loss: Tensor, targets: Tensor, mesh: DeviceMesh) -> Tensor:
 
     `loss` is the mean over the counted targets of this rank's rows, as a module on the mesh returns it: the
     same on ranks with the same rows. `targets` (b/d, s) are these rows, whole; -1 does not count, and every
-    rank has some that do. So is the gradient: its plain mean along "data" is that of one rank on the whole
-    batch. The mesh may have some of the world's ranks only. A number or two travel.
+    rank has some that do. The plain mean of its gradients along "data" is that of one rank on the whole
+    batch. The mesh may have some of the world's ranks only. From each rank a number or two travel.
     """
     # answer
     data = mesh.get_group("data")
