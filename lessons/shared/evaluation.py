@@ -66,6 +66,8 @@ def without_gradients(call: Callable[..., Any], *given: object) -> Any:
 
 def _kept(output: Any) -> Any:
     """A copy of what a call returned; what is no tensor stays what it is, and the checks say so."""
+    if isinstance(output, tuple):
+        return tuple(map(_kept, output))
     return local(output.detach()).clone() if isinstance(output, Tensor) else output
 
 

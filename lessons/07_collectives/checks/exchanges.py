@@ -236,14 +236,25 @@ def tell_index(n: int, run_counted: Callable[[], Any]) -> None:
         raise
 
 
+def numbers_of(end: CheckEnded, pattern: str) -> tuple[int, ...]:
+    """The numbers that a pattern finds in what is said of ranks that parted; () where it does not fit."""
+    found = re.search(pattern, end.message, re.DOTALL)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def tell_if_others_pass(end: CheckEnded, run_others: Callable[[], Any], cause: str, help: str) -> None:
+    """The cause and the next step belong to one kind of case: told where all is well with the others."""
+    with contextlib.suppress(CheckEnded):
+        run_others()
+        end.cause, end.help = cause, help
+
+
 def tell_own_size(end: CheckEnded, cases: Sequence[Exchange]) -> None:
     """Does a rank make room, without `shapes`, for tensors like its own entry?"""
-    found = re.search(
-        r"rank (\d+) called send of (\d+) .*, and rank (\d+) called recv of (\d+) ", end.message, re.DOTALL
-    )
+    found = numbers_of(end, r"rank (\d+) called send of (\d+) .*, and rank (\d+) called recv of (\d+) ")
     if not found or cases[0].told:
         return
-    source, sent, rank, room = map(int, found.groups())
+    source, sent, rank, room = found
     coming, own = (cases[0].rows[r][rank].numel() for r in (source, rank))
     if (coming, own) == (sent, room) and coming != own:
         end.cause = (
@@ -254,42 +265,34 @@ def tell_own_size(end: CheckEnded, cases: Sequence[Exchange]) -> None:
 
 
 def tell_falsy_shape(end: CheckEnded, cases: Sequence[Exchange], run_others: Callable[[], Any]) -> None:
-    """Is a shape of () taken for none that was handed over? Then all is well with other shapes."""
-    found = re.search(
-        r"rank (\d+) called send of 1 .*, and rank (\d+) called recv of (\d+) ", end.message, re.DOTALL
-    )
+    """Is a shape of () taken for none that was handed over?"""
+    found = numbers_of(end, r"rank (\d+) called send of 1 .*, and rank (\d+) called recv of (\d+) ")
     if not found:
         return
-    source, rank, room = map(int, found.groups())
-    if not any(c.about == NO_DIMENSION and room == c.rows[rank][source].numel() for c in cases):
-        return
-    with contextlib.suppress(CheckEnded):
-        run_others()
-        end.cause = (
+    source, rank, room = found
+    if any(c.about == NO_DIMENSION and room == c.rows[rank][source].numel() for c in cases):
+        tell_if_others_pass(
+            end,
+            run_others,
             f"shapes[{source}] is (), the shape of a tensor without dimensions, and is taken for one that "
-            f"was not handed over: rank {rank} makes room for a tensor like its own tensors[{source}]"
+            f"was not handed over: rank {rank} makes room for a tensor like its own tensors[{source}]",
+            "() is False where a truth value is asked for, as by `or` and `if`: ask `shapes is None`.",
         )
-        end.help = "() is False where a truth value is asked for, as by `or` and `if`: ask `shapes is None`."
 
 
 def tell_own_emptiness(end: CheckEnded, cases: Sequence[Exchange], run_others: Callable[[], Any]) -> None:
-    """Does a rank receive nothing where it has nothing to send? Then all is well where both have some."""
-    found = re.search(
-        r"rank (\d+) called send of (\d+) .*, and rank (\d+) never received it", end.message, re.DOTALL
-    )
+    """Does a rank receive nothing where it has nothing to send?"""
+    found = numbers_of(end, r"rank (\d+) called send of (\d+) .*, and rank (\d+) never received it")
     if not found:
         return
-    source, sent, rank = map(int, found.groups())
-    if not any(c.rows[source][rank].numel() == sent and not c.rows[rank][source].numel() for c in cases):
-        return
-    with contextlib.suppress(CheckEnded):
-        run_others()
-        end.cause = (
+    source, sent, rank = found
+    if any(c.rows[source][rank].numel() == sent and not c.rows[rank][source].numel() for c in cases):
+        tell_if_others_pass(
+            end,
+            run_others,
             f"rank {rank} starts no receive for what shapes[{source}] says is not empty: its own "
-            f"tensors[{source}] is. Where both are empty, or neither, all goes well"
-        )
-        end.help = (
-            "shapes[s] says whether something comes from rank s, and tensors[s] whether something goes."
+            f"tensors[{source}] is. Where both are empty, or neither, all goes well",
+            "shapes[s] says whether something comes from rank s, and tensors[s] whether something goes.",
         )
 
 

@@ -231,7 +231,7 @@ def the_dtype_stays(trial: Trial) -> None:
         cause="a buffer is kept from call to call, for all inputs of one shape"
         if set(always) == {"torch.float32"}
         else "",
-        help="Make buffers in each call, with empty_like; or keep them by dtype and device too.",
+        help="Make buffers in each call, or keep them by shape, dtype and device.",
         rank=last,
     )
 

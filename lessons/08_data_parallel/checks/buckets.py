@@ -211,18 +211,17 @@ def bytes_are_those_of_the_dtype(trial: Trial) -> None:
     for r, recordings in enumerate(trial.run(fill_other_dtypes, per_rank=x)):
         for dtype, recording in zip(OTHER_DTYPES, recordings, strict=True):
             size, room = GRADIENT_BYTES * dtype.itemsize // 4, 2 * dtype.itemsize // 4
-            sizes = [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= size]
-            told = str(dtype).removeprefix("torch.")
+            large = [e for e in recording.select("all_reduce") if e.num_bytes >= size]
+            sizes, told = [e.num_bytes for e in large], str(dtype).removeprefix("torch.")
+            other = sorted({e.dtype for e in large} - {told})
             trial.require(
-                sum(sizes) <= 6 * size,
-                f"six gradients of {size} bytes, {told}, made all-reduces of {sizes} bytes: they have "
-                f"{6 * size}",
+                not other,
+                f"six gradients of {size} bytes, {told}, made all-reduces of {sizes} bytes, in {other}",
                 help="Flatten and send them as they are, and the mean has their dtype, too.",
                 rank=r,
-                cause=f"what travels is in a dtype {sum(sizes) // (6 * size)} times as wide as theirs"
-                if sum(sizes) % (6 * size) == 0
-                else "",
+                cause="what travels is in another dtype than the gradients",
             )
+            require_bytes(trial, r, recording, 6 * size)
             trial.require(
                 3 <= len(sizes) <= 4,
                 f"six gradients of {size} bytes, {told}, with bucket_bytes={2 * size} made all-reduces of "

@@ -91,8 +91,7 @@ def in_evaluation(model: nn.Module, idx: Tensor, all_targets: list[Tensor], n: i
     """The losses over the first targets, which come by name, and the third, and that of a shorter batch."""
     model.eval()
     last = without_gradients(lambda: model(idx, all_targets[2])[1])
-    with torch.no_grad():
-        logits, loss = model(idx=idx, targets=all_targets[0])
+    logits, loss = without_gradients(lambda: model(idx=idx, targets=all_targets[0]))
     with noted(LONGER), torch.no_grad():
         shorter = model(*(x[:, : 2 * n].contiguous() for x in (idx, all_targets[1])))[1]
     return {"silent": [loss, None, last], "logits by name": logits, "shorter": shorter}
