@@ -14,6 +14,8 @@ from grader.ranks.isolation import ROOT
 from grader.ranks.launcher import Code, Launcher, RunReport, Session, shared_launcher
 from nanogpt.implementation import Cell
 
+BETWEEN_DEFINITIONS = "\n\n\n"
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -33,7 +35,7 @@ class Mistake:
     """What the edits apply to, as a path in the repository; "" is the reference."""
 
     def submission(self) -> Submission:
-        """The reference with the mistake in it, as the text of a `.py` file."""
+        """The reference with the mistake in it, a definition a cell: most cells have been read before."""
         path = ROOT / self.base if self.base else self.lesson.solution
         source = path.read_text()
         for old, new in self.edits:
@@ -42,7 +44,9 @@ class Mistake:
                     f"{self.name}: its old text stands {source.count(old)} times in {path.name}:\n{old}"
                 )
             source = source.replace(old, new)
-        return from_cells(path, (Cell(path.name, source),), trusted=True)
+        parts = source.split(BETWEEN_DEFINITIONS)
+        cells = tuple(Cell(f"cell {number}", part) for number, part in enumerate(parts, 1))
+        return from_cells(path, cells, trusted=True)
 
 
 def mistakes() -> list[Mistake]:

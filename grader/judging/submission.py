@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted
     for cell in cells:
         if cell.error:
             continue
-        tree = ast.parse(cell.source)
+        tree = _parsed(cell.source)
         for node in _statements(tree.body):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "solutions":
                 borrowed |= {alias.asname or alias.name for alias in node.names}
@@ -128,6 +129,12 @@ def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted
             else:
                 definitions[name] = node
     return Submission(path, cells, module, trusted, definitions, frozenset(borrowed), open_ended)
+
+
+@lru_cache
+def _parsed(source: str) -> ast.Module:
+    """Of a notebook that is checked again, or of one mistake after the other, most cells are as they were."""
+    return ast.parse(source)
 
 
 def _statements(body: list[Any]) -> Iterator[ast.AST]:

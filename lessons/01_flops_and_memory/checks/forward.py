@@ -45,6 +45,8 @@ def attention_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
             "half of the s by s core is missing: the causal half, which the mask hides and the products "
             "compute, or one of the two products, q times k and probabilities times v"
         ): right - core // 2,
+        "the core's causal half alone, s(s+1)/2 scores a head: the mask hides the others, and the products "
+        "compute them": right - core + core * (s + 1) // (2 * s),
         "the core is that of one head: there are n_head of them, each h/a wide": right
         - core
         + core // c.n_head,

@@ -29,9 +29,9 @@ def make(config: GPTConfig, seed: int, sharpness: float) -> GPT:
 
 
 def leave_gradients(model: nn.Module) -> None:
-    """Something large in every `.grad`, as a step before the epoch may have left it."""
+    """Something in every `.grad`, as a step before the epoch may have left it: large, even if divided."""
     for parameter in model.parameters():
-        parameter.grad = 10 * parameter.detach()
+        parameter.grad = 1000 * parameter.detach()
 
 
 def tools(model: GPT, part: bool = False) -> tuple[torch.optim.Optimizer, LRScheduler]:
@@ -62,6 +62,8 @@ class Slip:
     zero: bool = True
     zero_held: bool = False
     """What the optimizer does not hold keeps its gradients, and the norm counts them."""
+    divides: bool = False
+    """Sums of losses are accumulated, and whatever stands in any `.grad` is divided by the step's targets."""
     zero_once: bool = False
     """The same after an epoch's first step: before it, all gradients are cleared."""
     by_value: bool = False
@@ -171,6 +173,10 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             elif slip.zero:
                 model.zero_grad()
             total = 0.0
+            every = sum(counted(goals) for _, goals in group)
+            if slip.divides:  # before the sum instead of after it
+                for parameter in model.parameters():
+                    parameter.grad = None if parameter.grad is None else parameter.grad / every
             for inputs, goals in counting(group, slip):
                 loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
                 loss.backward()
@@ -178,7 +184,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                 if slip.clip_each:
                     nn.utils.clip_grad_norm_(model.parameters(), NORM)
             if slip.clip_sum:
-                clip_sum(model, sum(counted(goals) for _, goals in group))
+                clip_sum(model, every)
             if slip.mean_of_means:
                 means = [model(*batch)[1].item() for batch in counting(group, slip)]
                 total = sum(means) / len(group)
@@ -220,6 +226,8 @@ SLIPS = {
     ),
     "what stood in .grad of parameters that the optimizer does not hold is still there, and the norm counts "
     "it": Slip(zero_held=True),
+    "what stood in .grad of parameters that the optimizer does not hold is still there, divided with what is "
+    "new, and the norm counts it": Slip(zero_held=True, divides=True),
     "gradients of parameters that the optimizer does not hold pile up from step to step, and the norm counts "
     "them: optimizer.zero_grad() leaves them": Slip(zero_once=True),
     "a group ends at a micro-batch without counted targets: what comes after it is not run": Slip(stops=True),

@@ -43,6 +43,7 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     first, second = Dropout(probability), Dropout(probability)
     first = rank.submission.share_dropout(first, rank.group, rank.device)
     second = rank.submission.share_dropout(second, rank.group, rank.device)
+    seeds = [getattr(each.generator, "initial_seed", object)() for each in (first, second)]
     asleep = rank.submission.share_dropout(Dropout(probability).eval(), rank.group, rank.device).train()
     ones = torch.ones(*shape, device=rank.device)
     with rank.record() as recording:
@@ -50,6 +51,8 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     return {
         "masks": masks,
         "recording": recording,
+        "seeded alike": seeds[0] == seeds[1],
+        "seeded with initial_seed": seeds == 2 * [torch.initial_seed()],
         "streams": [one_of_many(rank) for _ in range(MANY)],
         "asleep": first.eval()(ones),
         "own": torch.rand(8),
@@ -96,6 +99,12 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
             )
 
 
+def why_alike(result: dict) -> str:
+    if result["seeded with initial_seed"]:
+        return "torch.initial_seed() is what the stream began with, whatever was drawn since: it is no draw"
+    return "both generators are seeded with the same number" if result["seeded alike"] else ""
+
+
 @check("share_dropout")
 def mask_is_random(trial: Trial) -> None:
     """The mask changes from call to call, and from one dropout to the next."""
@@ -108,7 +117,8 @@ def mask_is_random(trial: Trial) -> None:
     trial.require(
         not torch.equal(first, other),
         "two dropouts have the same stream of masks: every layer would drop the same elements",
-        help="Draw a new seed for each dropout.",
+        help="Draw a new seed for each dropout: torch.randint.",
+        cause=why_alike(trial.once(observe_dropout).results[0]),
     )
     streams = {tuple(mask.tolist()) for mask in trial.once(observe_dropout).results[0]["streams"]}
     trial.require(

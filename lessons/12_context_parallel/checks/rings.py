@@ -295,6 +295,8 @@ def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
             flops = result["recording"].flops(after)
             allowed = times * most * pair_flops(seen) + slack_flops(seen)
             each = f", at most {times} times in backward" if after else ""
+            every = n * kind.chunks**2  # of a rank's queries with all keys
+            masked = not after and 0 <= flops - every * pair_flops(seen) <= slack_flops(seen)
             trial.require(
                 flops <= allowed,
                 f"the {told} took {flops:,} FLOPs; {most} pairs of chunks that rank {r} has to look at take "
@@ -303,6 +305,9 @@ def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
                 if kind.chunks == 1
                 else "Of two parts compute only the pairs of chunks that are seen: 2 of 4 after step 0.",
                 rank=r,
+                cause=f"all {every} pairs are computed: what lies in the future is masked, and not left out"
+                if masked
+                else "",
             )
 
 

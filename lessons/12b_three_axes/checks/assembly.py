@@ -174,6 +174,20 @@ LAST = (
 )
 
 
+def whose_order(trial: Trial) -> str:
+    """What the order on every mesh came from; "" where nothing explains them all."""
+    orders = [
+        ([dim for dim in sizes if dim in names], names)
+        for _, sizes, result in calls(trial)
+        for names in [[name for name, _, _ in result["log"]]]
+    ]
+    if all(names == dims for dims, names in orders):
+        return "the order is that of the mesh's dimensions, which says nothing about gradients"
+    if all(names == dims[::-1] for dims, names in orders):
+        return "the order is that of the mesh's dimensions, the last one first: it may have them in any order"
+    return ""
+
+
 @check("parallelize_on_mesh")
 def layers_then_tokens_then_batch(trial: Trial) -> None:
     """What replaces layers comes first, then what cuts tokens, then what wraps: each on the one before."""
@@ -184,6 +198,7 @@ def layers_then_tokens_then_batch(trial: Trial) -> None:
             f"on a mesh of {told(sizes)} they were applied in the order {', '.join(names)}",
             help=FIRST if names[:1] != ["tensor"] and "tensor" in names else LAST,
             rank=rank,
+            cause=whose_order(trial),
         )
         trial.require(
             all(chained for _, _, chained in result["log"]),

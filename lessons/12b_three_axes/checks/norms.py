@@ -229,6 +229,16 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             ),
             "Widen the gradient before you take its norm: gradient.double().",
         ),
+        "squares are taken, and added up, in the gradient's own dtype: float16 ends at 65,504": Fault(
+            root(
+                sum(
+                    part.square().sum().double()
+                    for name, x in whole.items()
+                    for part in every_part(x, PARAMETERS[name][1], sizes)
+                )
+            ),
+            "Widen the gradient before you square it: gradient.float(), or wider.",
+        ),
         "it is the square of the norm": Fault(sum(squares.values()), ONE_ROOT),
         "what no dimension cuts is left out": root(sum(x for n, x in squares.items() if PARAMETERS[n][1])),
         "it is averaged over the ranks": root(sum(local) / num_ranks),
