@@ -167,9 +167,11 @@ def _lost(
         )
     what = "had returned" if ranks[event.peer].status == "done" else f"had called {told(other[0], locate)}"
     call = "isend" if event.kind == "recv" else "irecv"
+    last = f", the last one with rank {r}" if other[0] is theirs[ends][-1] else ""
     return CheckEnded(
         Verdict.WRONG,
         f"{met} {what}",
-        f"rank {event.peer} did not wait for its {call}: a message whose handle is dropped may never travel",
+        f"rank {event.peer} did not wait for its {call}{last}: a message whose handle is dropped may never "
+        "travel",
         help=f"Keep what {call} returns, and call its wait(): for each one, before the function returns.",
     )

@@ -224,7 +224,7 @@ def a_table_of_its_own_counts(trial: Trial) -> None:
         agrees(value, right, 1e-6),
         f"parameters is {show(value)}, and should be {show(right)}: {config!r}, whose lm_head.weight was "
         "replaced by a Parameter of its own, and whose wpe.weight is frozen",
-        help="Ask the model what it has: its config does not know whether two names are one tensor.",
+        help="Ask the model for all of them: its config does not know whether two names are one tensor.",
         cause=next((text for text, wrong in slips.items() if agrees(value, wrong, 1e-6)), ""),
     )
 

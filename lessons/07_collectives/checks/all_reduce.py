@@ -129,7 +129,9 @@ def tensors_need_not_be_contiguous(trial: Trial) -> None:
     """A tensor that does not lie in one piece of memory is summed in place as well, and nothing else is."""
     seen = trial.once(observe_layouts)
     require_sums(
-        trial, seen, "flatten() and contiguous() may return a copy: write the sum back with tensor.copy_()."
+        trial,
+        seen,
+        "flatten(), reshape() and contiguous() may return a copy: write the sum back with tensor.copy_().",
     )
     require_between(trial, seen)
 

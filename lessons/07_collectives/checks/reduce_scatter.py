@@ -89,6 +89,12 @@ def slips(case: Case, lengths: list[int], actual: list[Tensor], way: int) -> dic
     return known if fits_any(actual, known) else other_rules(case, actual, way, reduces=True)
 
 
+RANKS_OWN = (
+    "Rank r returns chunk r: the one that is complete on it after n - 1 steps, if it has sent the right one "
+    "first. In a ring to the next rank that is chunk r - 1, in one to the rank before chunk r + 1."
+)
+
+
 def require_shards(
     trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.dtype | None = None
 ) -> None:
@@ -106,7 +112,7 @@ def require_shards(
             actual,
             expected,
             alternatives=partial(slips, case, lengths, actual, direction(seen.recordings, i)),
-            help=help or "Rank r returns chunk r: which chunk is complete on this rank after n - 1 steps?",
+            help=help or RANKS_OWN,
             terms={
                 f"rank {r}'s part": pieces(case, [value] * trial.num_ranks, lengths)
                 for r, value in enumerate(case.values)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .models import build
-from .training import LEARNING_RATE, PASSES, Batches
+from .training import LEARNING_RATE, PASSES, TWICE, Batches
 
 Weights = dict[str, Tensor]
 
@@ -106,6 +106,8 @@ def counted_passes(start: Weights, ends: Sequence[Weights], means: Sequence[Weig
             continue
         if (first, second) == (0, 1):
             return "the first backward pass is lost: the second one's gradient replaced its own"
+        if (first, second) == (2, 1) and wrong.all():
+            return TWICE
         times = {0: "is lost", 1: "counts once", 2: "counts twice", 3: "counts three times"}
         told = f"the first backward pass of a step {times[first]}, and the second {times[second]}"
         told += ": is .grad dropped once it was sent?" if first > 1 else ""

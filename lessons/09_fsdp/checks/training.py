@@ -196,13 +196,17 @@ def set_rates(rates: list[float], optimizer: Optimizer, *_: Any) -> None:
         group["lr"] = rate
 
 
+TWICE = (
+    "the first backward pass counts twice: its whole gradient still stood in .grad when the second's was "
+    "sent. It is dropped as soon as it is handed over, and means are added to means"
+)
+
+
 def rules_of_passes(n: int) -> dict[str, list[Rule]]:
     """Wrong rules for what an earlier backward has left, by the sentence that tells them."""
     rules = {
         "the first backward pass is lost: the second one's gradient replaced its own": Rule(first_counts=0),
-        "the first backward pass counts twice: reduce the new gradient alone, and add its mean": Rule(
-            first_counts=2
-        ),
+        TWICE: Rule(first_counts=2),
         "the last step's gradient is still there: zero_grad() did not forget it": Rule(forgets=False),
         "the optimizer stepped twice where one step belongs": Rule(steps_each=2),
     }

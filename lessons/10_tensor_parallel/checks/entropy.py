@@ -389,14 +389,19 @@ def logits_gradient_is_the_dense_one(trial: Trial) -> None:
         entropy_gradient(trial, trial.once(observe_entropy)[name], name)
 
 
-KEPT = "the first backward has written its gradient into the softmax that forward kept"
-
-
-def from_what_was_overwritten(seen: SimpleNamespace) -> Tensor:
-    """The gradient of all logits where the first one stands in the softmax's place."""
+def from_what_was_overwritten(seen: SimpleNamespace) -> dict[str, Tensor]:
+    """Cause → the gradient of all logits where the first backward has changed what the second one reads."""
     counted = (seen.targets != -1).unsqueeze(-1)
     chosen = F.one_hot(seen.targets.clamp(min=0), seen.logits.size(-1))
-    return (seen.gradient - chosen) * counted * seen.factor / counted.sum()
+    weight = counted * seen.factor / counted.sum()
+    return {
+        "the first backward has written its gradient into the softmax that forward kept": (
+            (seen.gradient - chosen) * weight
+        ),
+        "the first backward has taken the ones at the targets off the softmax that forward kept": (
+            seen.gradient - chosen * weight
+        ),
+    }
 
 
 @check("vocab_parallel_cross_entropy")
@@ -409,7 +414,10 @@ def a_second_backward_finds_the_same(trial: Trial) -> None:
             "the gradient of the logits, of a second backward through the same graph",
             second,
             each_rank(seen, "gradient"),
-            {KEPT: parts(from_what_was_overwritten(seen), -1, trial.num_ranks)},
+            {
+                cause: parts(whole, -1, trial.num_ranks)
+                for cause, whole in from_what_was_overwritten(seen).items()
+            },
             help="retain_graph=True lets backward come again: write into nothing that forward keeps for it.",
         )
 

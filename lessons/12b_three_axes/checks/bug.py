@@ -118,7 +118,7 @@ def others(n: int) -> dict[str, Any]:
         "every target is counted once for each rank that has it: the loss is too small by as many": (
             lambda counts, p, sizes: counts[p] * sizes["data"] ** 2 / (sum(counts) * n)
         ),
-        "weighed by the ranks of the world, where the mean is along data alone": (
+        "weighed by the ranks of the whole mesh, or the world, where the mean is along data alone": (
             lambda counts, p, sizes: counts[p] * n / sum(counts)
         ),
         UNWEIGHED: lambda counts, p, sizes: 1.0,
