@@ -31,11 +31,12 @@ Tell = Callable[[CheckReport], None]
 """Hears of a check that has ended."""
 
 NOT_THE_WORLD = (
-    "it is right where the group is the whole world: is the world taken for the group, a rank of the world for "
-    "a rank in the group, or the other way round? Look for dist.get_rank() where group.rank() belongs, for "
-    "dist.get_world_size() where group.size() does, for src, dst or peer (P2POp's third argument is one) where "
-    "group_src, group_dst or group_peer does, for a call without group=group (or, where you are given a mesh, "
-    "without mesh=mesh), for torch.distributed.nn, some of whose functions know the world alone"
+    "it is right where the group is the whole world: is the world taken for the group, a rank of the world "
+    "for a rank in the group, or the other way round? Look for dist.get_rank() where group.rank() belongs, "
+    "for dist.get_world_size() where group.size() does, for src, dst or peer (P2POp's third argument is "
+    "one) where group_src, group_dst or group_peer does, for a call without group=group (or, where you are "
+    "given a mesh, without mesh=mesh), for torch.distributed.nn, some of whose functions know the world "
+    "alone"
 )
 """Likely cause of what fails only in the layout with two ranks of four, the last one."""
 
