@@ -55,12 +55,13 @@ class Stretch:
         """None where nothing lies in memory that can be compared."""
         if tensor.numel() == 0 or tensor.layout != torch.strided:
             return None
-        if tensor.untyped_storage().device.type != "cpu":  # a fake tensor says cpu, and has no memory
+        storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":  # a fake tensor says cpu, and has no memory
             return None
         start, item = tensor.data_ptr(), tensor.element_size()
-        length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        sizes = tuple(tensor.shape), tensor.stride(), item
-        return cls(start, start + length * item, weakref.ref(tensor.untyped_storage()), sizes)
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        length = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+        return cls(start, start + length * item, weakref.ref(storage), (shape, strides, item))
 
     def meets(self, other: "Stretch") -> bool:
         """Whether both have an element in the same place."""
@@ -292,15 +293,25 @@ def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[St
 
 def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Stretch], list[Stretch]]:
     """The memory that an operation reads, and that it writes."""
-    schema = func._schema
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-        return [], []  # a view
-    if func._opname.startswith(READS_NOTHING):
+    roles = _roles(func)
+    if roles is None:
         return [], []
-    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
+    names, written = roles
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
     reads = _stretches([value for name, value in given.items() if name not in written])
     return list(reads), list(_stretches([given[name] for name in written if name in given]))
+
+
+@cache
+def _roles(func: Any) -> tuple[list[str], set[str]] | None:
+    """The arguments' names, and those that are written; None for a view, or what looks at no number."""
+    schema = func._schema
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return None
+    if func._opname.startswith(READS_NOTHING):
+        return None
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return [a.name for a in schema.arguments], written
 
 
 def _stretches(value: Any) -> Iterator[Stretch]:
