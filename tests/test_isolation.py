@@ -122,6 +122,21 @@ def test_a_forks_own_copy_of_the_reference_is_hidden(tmp_path: Path) -> None:
         launcher.close()
 
 
+def test_what_lies_in_a_hidden_folder_is_graded_and_stays_hidden(isolated: Launcher) -> None:
+    """A submission is sent as text: nobody has to show the folder that it was found in."""
+
+    def find(rank, folder):
+        import pathlib
+
+        return pathlib.Path(folder).exists() and list(pathlib.Path(folder).iterdir())
+
+    launcher = Launcher(Isolation("on", (ROOT / "tests" / "alternatives",)))
+    try:
+        assert not ask(launcher, find, str(ROOT / "tests"))
+    finally:
+        launcher.close()
+
+
 ODD_MACHINE = """
 mkdir -p "$1/dev" "$1/x11" && mount -t tmpfs none "$1/dev" && mount -t tmpfs none "$1/x11" || exit 99
 for device in null zero full random urandom; do

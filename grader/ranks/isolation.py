@@ -77,13 +77,15 @@ def isolated_command(command: list[str], isolation: Isolation) -> list[str]:
     if shutil.which("unshare") is None:
         raise OSError("this system has no `unshare` (of util-linux)")
     shown, links = _through_links(_shown(isolation))
+    hidden = list(_hidden(isolation))
+    shown = [path for path in shown if not any(Path(path).is_relative_to(folder) for folder in hidden)]
     plan = {
         "command": command,
         "directory": str(ROOT),
         "shown": shown,
         "links": links,
         "devices": [*DEVICES, *_gpu_devices()],
-        "hidden": [str(path) for path in _hidden(isolation)],
+        "hidden": [str(path) for path in hidden],
     }
     return [
         *_UNSHARE,
