@@ -12,6 +12,7 @@ from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, Dropout, GPTConfig, PlainAttention
 
 from .models import (
+    AT_THE_CHANGE,
     NEXT_NUMBERS,
     REMEMBERED,
     STATE_BYTES,
@@ -24,6 +25,7 @@ from .models import (
     gradients,
     never_replayed,
     next_numbers,
+    replayed_as_of_now,
 )
 
 exercise(
@@ -329,6 +331,8 @@ def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> 
         never_replayed(cores)
     elif how == "last alone":
         never_replayed(cores[:-1])
+    elif how == "at the change":
+        replayed_as_of_now(cores)
     give_generators(others, seed + 1, rank.device)
     model(idx)[0].square().mean().backward()
     if how == "remembered":
@@ -365,6 +369,7 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     )
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]
+    slips[AT_THE_CHANGE] = lambda: run("at the change")["gradients"]
     slips[LAST_CORES] = lambda: run("last alone")["gradients"]
     close_with_generators(trial, mine, run("plain"), slips)
 

@@ -12,6 +12,7 @@ from grader.checks import Trial, check, exercise
 from nanogpt.model import GPT, GPTConfig
 
 from .models import (
+    AT_THE_CHANGE,
     NEXT_NUMBERS,
     REMEMBERED,
     STATE_BYTES,
@@ -24,6 +25,7 @@ from .models import (
     gradients,
     never_replayed,
     next_numbers,
+    replayed_as_of_now,
 )
 
 NUM_BLOCKS = 5
@@ -352,6 +354,8 @@ def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx:
         model = rank.submission.checkpoint_blocks(model, every)
     elif how == "unaware":
         never_replayed(blocks)
+    elif how == "at the change":
+        replayed_as_of_now(blocks)
     give_generators(late, seed + len(soon), rank.device)
     model(idx)[0].square().mean().backward()
     if how == "remembered":
@@ -376,6 +380,7 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     plain = run("plain")
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]
+    slips[AT_THE_CHANGE] = lambda: run("at the change")["gradients"]
     for every in (1, 2):
         close_with_generators(trial, run("mine", every), plain, slips)
 

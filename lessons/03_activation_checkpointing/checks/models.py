@@ -203,10 +203,41 @@ def never_replayed(modules: list[nn.Module]) -> None:
         module.forward = partial(unaware, module.forward)
 
 
+def aware(generators: list[torch.Generator], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """A checkpoint that knows of these generators, too, and of no others."""
+    before, first = [each.get_state() for each in generators], [True]
+
+    def run(*inputs: Tensor) -> Tensor:
+        if first:
+            first.clear()
+            return function(*inputs)
+        now = [each.get_state() for each in generators]
+        try:
+            for each, state in zip(generators, before, strict=True):
+                each.set_state(state)
+            return function(*inputs)
+        finally:
+            for each, state in zip(generators, now, strict=True):
+                each.set_state(state)
+
+    return torch_checkpoint(run, *inputs, use_reentrant=False)
+
+
+def replayed_as_of_now(modules: list[nn.Module]) -> None:
+    """Have each of them computed again by a checkpoint that knows the generators it has now."""
+    for module in modules:
+        own = [part.generator for part in module.modules() if getattr(part, "generator", None) is not None]
+        module.forward = partial(aware, own, module.forward)
+
+
 NEXT_NUMBERS = "the second run drew those generators' next numbers"
 REMEMBERED = (
     "the generators of the first forward are remembered: those that the dropouts got after it drew their "
     "next numbers in the second run"
+)
+AT_THE_CHANGE = (
+    "the generators were looked up once, when the model was changed: those that the dropouts got after it "
+    "drew their next numbers in the second run"
 )
 
 
