@@ -71,6 +71,7 @@ def compare(
     factors: Mapping[str, float] | None = None,
     terms: Terms | Callable[[], Terms] | None = None,
     plain: Sequence[Tensor] | None = None,
+    coarse: bool = False,
 ) -> Difference | None:
     """Compare one value a rank with what it should be; None when all agree.
 
@@ -85,11 +86,13 @@ def compare(
         terms: what the expected value adds up, in whatever proportion: name → value, or the ranks' own
             parts in a list. A missing one, or one that counts twice, is then named. Or a function, as above.
         plain: see `closeness.error_used`.
+        coarse: whether it may be in 16 bits where what is expected is the judge's float64. Else who returns
+            something coarser than float32 would have chosen the tolerance that he is measured with.
     """
     num_ranks = len(expected)
     wrong = []
     for rank, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        fault = _unfit(a, e)
+        fault = _unfit(a, e, coarse or rtol is not None)
         if fault:
             on = f" on rank {rank}" if num_ranks > 1 else ""
             cause = _no_gradient(what, actual) if a is None else _shape_cause(a, e)
@@ -114,7 +117,7 @@ def compare(
     return Difference(message, cause, rank, step, tuple(wrong), known, sure)
 
 
-def _unfit(actual: object, expected: Tensor) -> str:
+def _unfit(actual: object, expected: Tensor, coarse: bool) -> str:
     if actual is None:
         return "is None"
     if not isinstance(actual, Tensor):
@@ -127,6 +130,8 @@ def _unfit(actual: object, expected: Tensor) -> str:
         exact and actual.dtype != expected.dtype
     ):
         return f"is {actual.dtype} where {expected.dtype} is expected"
+    if not coarse and not exact and actual.is_floating_point() and actual.element_size() < 4:
+        return f"is {actual.dtype}, which has fewer digits than the numbers that it was computed from"
     return ""
 
 

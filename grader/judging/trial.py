@@ -376,6 +376,7 @@ class Trial:
         factors: Mapping[str, float] | None = None,
         terms: Terms | Callable[[], Terms] | None = None,
         plain: Any = None,
+        coarse: bool = False,
     ) -> None:
         """Require tensors to be equal up to the order of sums.
 
@@ -384,7 +385,7 @@ class Trial:
         """
         actuals, expecteds = self._by_rank(actual, expected)
         plains = None if plain is None else self._by_rank(plain, expecteds)[0]
-        difference = compare(what, actuals, expecteds, alternatives, rtol, factors, terms, plains)
+        difference = compare(what, actuals, expecteds, alternatives, rtol, factors, terms, plains, coarse)
         if difference is not None:
             cause, step, sure = difference.cause, difference.step, difference.sure
             if difference.wrong:

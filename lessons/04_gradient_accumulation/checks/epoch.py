@@ -51,7 +51,7 @@ def train(
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps.append({"gradient": gradient_of(optimizer), "rate": optimizer.param_groups[0]["lr"]})
 
-    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)  # a closure makes gradients within the step, which leaves them
     model.transformer.wte.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     given = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
     for _ in range(num_epochs):

@@ -1,5 +1,6 @@
 """Checks of `accumulate_gradients`: what is alive at once is what one micro-batch needs."""
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,10 @@ def peaks(
         for k in (1, *counts):
             model = build(GPTConfig(**config), seed).to(rank.device)
             with rank.record(memory=True) as recording:
+                number = count()
+                model.register_forward_pre_hook(
+                    lambda *_, r=recording, n=number: r.mark(f"forward {next(n)}")
+                )
                 if not recordings:
                     logits, loss = model(inputs, targets)
                     loss.backward()
@@ -61,6 +66,7 @@ def observe_peaks(trial: Trial) -> list[SimpleNamespace]:
                     told=f"{name}, b={ROWS}, num_microbatches={k}",
                     k=k,
                     peak=recording.peak_bytes,
+                    left=max(list(recording.alive_at.values())[1:], default=0),
                     one_pass=one_pass,
                     gradients=gradients,
                 )
@@ -129,6 +135,11 @@ def likely(seen: SimpleNamespace) -> str:
     """Why so much is alive."""
     if seen.peak - seen.gradients > 0.5 * seen.one_pass:
         return "what all micro-batches kept is alive together: does backward run after the loop?"
+    if seen.left <= 5 * seen.gradients:  # when the next one begins
+        return (
+            "of one micro-batch more is alive than backward() needs: create_graph=True, and torch.func, keep "
+            "its graph while they make its gradients"
+        )
     return (
         "more than one micro-batch is alive: the graph of the one before, or what each leaves behind, "
         "such as its logits"

@@ -252,6 +252,7 @@ def require_gradients(trial: Trial, case: Case, answers: list[dict], truth: Simp
         FACTOR * truth.mean,
         alternatives=of_the_loss_alone([FACTOR * truth.mean], FACTOR),
         help="Its gradient is that of loss_sum, times the same number.",
+        coarse=case.dtype == torch.float16,
     )
 
 

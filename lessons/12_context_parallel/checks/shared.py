@@ -18,6 +18,9 @@ FEW = 64
 """Bytes of a message that carries no block: a size, a flag."""
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "dot", "mv")
+EXPONENTIALS = ("exp", "exp_", "exp2", "exp2_", "_softmax", "logsumexp")
+TORCHS = ("aten", "prim", "prims", "inductor", "profiler", "c10d", "_c10d_functional")
+"""Namespaces of operations that are no kernel of somebody's own."""
 
 
 def plain_positions(length: int, rank: int, num_ranks: int) -> Tensor:
@@ -72,6 +75,9 @@ def went(
 class Watch(TorchDispatchMode):
     """On a rank: looks for tensors as long as the sequence, and at what comes first, product or message.
 
+    A kernel of somebody's own is a product, too; so is an exponential where none came before the first one:
+    who multiplies and adds up by himself computes a block as well.
+
     Args:
         hop: bytes that leave a rank in a hop. `before_second_hop` is called before more than that is sent.
         at_second_block: called at the first product after a message after a product.
@@ -104,6 +110,8 @@ class Watch(TorchDispatchMode):
         self.at_first_product = at_first_product
         self.long = ""
         self.order: list[str] = []
+        self._by_hand: bool | None = None
+        """Whether the first block was computed without a product; None before it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname == "send":
@@ -116,7 +124,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.order.append("message")
-        elif func._opname in PRODUCTS or "attention" in func._opname:
+        elif self._is_product(func):
             if self.at_first_product and "product" not in self.order:
                 self.at_first_product()
             if self.at_second_block and "product" in self.order and self.order[-1] == "message":
@@ -131,7 +139,16 @@ class Watch(TorchDispatchMode):
             large = self.whole and tensor.is_floating_point() and tensor.numel() >= self.whole
             if not self.long and (large or is_long(tensor, self.length, self.dims)):
                 self.long = f"{func._opname} made a tensor of shape {tuple(tensor.shape)}"
+                if not is_long(tensor, self.length, self.dims):
+                    self.long += ", as many numbers as all of the sequence has"
         return result
+
+    def _is_product(self, func: Any) -> bool:
+        product = func._opname in PRODUCTS or "attention" in func._opname or func.namespace not in TORCHS
+        exponential = func._opname in EXPONENTIALS
+        if self._by_hand is None and (product or exponential):
+            self._by_hand = exponential
+        return product or (exponential and bool(self._by_hand))
 
     def _bytes_there(self) -> int:
         """Of all that has been received."""
