@@ -77,9 +77,9 @@ def test_a_launcher_takes_it_once_and_ends_it() -> None:
     begun = Server(Isolation(), shut_in=False)
     launcher = Launcher(Isolation(), begun)
     launcher.warm_up()
-    assert launcher._server is begun
+    assert launcher._servers[False] is begun
     launcher.close()
     assert not psutil.pid_exists(begun._process.pid)
     launcher.warm_up()
-    assert launcher._server is not begun
+    assert launcher._servers[False] is not begun
     launcher.close()

@@ -350,7 +350,7 @@ def test_a_killed_fork_server_is_replaced_and_leaves_nothing(tmp_path: Path) -> 
     launcher = Launcher()
     try:
         launcher.warm_up()
-        first = Path(launcher._server.directory)
+        first = Path(launcher._servers[False].directory)
         assert first.is_dir()
         lines = "import psutil; psutil.Process(os.getppid()).parent().kill()"
         look(tmp_path, twisted(lines), launcher)

@@ -95,7 +95,7 @@ def test_who_kills_the_keeper_of_the_ranks_hurts_no_neighbour(neighbours: Neighb
         if task == "honest":
             return ", ".join(ranks(launcher) for _ in range(6))
         launcher.warm_up()
-        launcher._server._process.kill()
+        launcher._servers[False]._process.kill()
         return "killed it"
 
     found = results(work, ["honest", "hostile"], 2, neighbours)
@@ -149,7 +149,7 @@ def test_a_thread_that_comes_late_starts_no_ranks_that_nobody_would_end() -> Non
     launcher = Launcher()
     with launcher.stopped(), pytest.raises(CannotGradeError, match="stopped"):
         launcher.warm_up()
-    assert launcher._server is None
+    assert not launcher._servers
 
 
 @pytest.mark.parametrize("bad_at", [(), (2,), (4,), (1, 4)])

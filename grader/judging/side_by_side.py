@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from grader.ranks.launcher import Answer, Launcher
+from grader.ranks.launcher import Answer, Code, Launcher
 from nanogpt.cores import usable_cores
 
 Task = TypeVar("Task")
@@ -63,7 +63,7 @@ class Neighbours(Launcher):
         if fresh and summary["ended"] in ("lost", "fault"):  # by this run or its neighbour: alone it shows
             alone = Launcher(self.isolation)
             try:
-                with self.turn.let_go(), alone.connect() as own_line:
+                with self.turn.let_go(), alone.connect(Code()) as own_line:
                     summary, answers = alone.exchange(own_line, header, orders, fresh)
             finally:
                 alone.close()

@@ -85,6 +85,9 @@ class RunReport:
 class Launcher:
     """Starts ranks. Keep one for many runs: the fork server stays warm.
 
+    Ranks that are shut in share what they can write with the others of their server. So those that are lent
+    modules of the reference have a server of their own: what they are lent may answer another's exercise.
+
     Args:
         isolation: whether to shut the ranks in. Where that is impossible, "on" raises CannotGradeError at the
             first run, and "auto" writes down why and does without.
@@ -98,7 +101,8 @@ class Launcher:
         """Lines on whose other ends ranks run."""
         self._lock = threading.Lock()
         self._begun = begun
-        self._server: Server | None = None
+        self._servers: dict[bool, Server] = {}
+        """By whether its ranks, shut in, may be lent modules of the reference."""
         self._idle: dict[tuple[int, int], list[Session]] = {}
         """Sessions that nobody uses at the moment, by size of the group and of the world."""
 
@@ -174,47 +178,47 @@ class Launcher:
         for session in [session for sessions in idle.values() for session in sessions]:
             session.close()
 
-    def connect(self) -> socket.socket:
-        """A line to the keeper of new ranks."""
+    def connect(self, code: Code) -> socket.socket:
+        """A line to the keeper of new ranks for this code."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as where_it_fails:
             where_it_fails.callback(ours.close)
-            with self.turn.let_go():
-                self._hand_over(theirs)
+            with self.turn.let_go(), self._lock:
+                self._server_for(code).hand_over(theirs)
             where_it_fails.pop_all()
         return ours
 
-    def _hand_over(self, end: socket.socket) -> None:
-        with self._lock:
-            if self._server is not None and not self._server.serves:
-                self._end()
-            if self._server is None:
-                self._start()
-            assert self._server is not None
-            self._server.hand_over(end)
+    def _server_for(self, code: Code) -> Server:
+        is_lent = bool(code.lent) and self.isolation.closed
+        if is_lent in self._servers and not self._servers[is_lent].serves:
+            self._servers.pop(is_lent).end()
+        if is_lent not in self._servers:
+            server = self._started()
+            is_lent = is_lent and self.isolation.closed  # it may have turned out to be impossible
+            self._servers[is_lent] = server
+        return self._servers[is_lent]
 
-    def _start(self) -> None:
+    def _started(self) -> Server:
         self.turn.goes_on()
         if self.isolation.closed:
             try:
-                return self._start_server(shut_in=True)
+                return self._started_server(shut_in=True)
             except (CannotGradeError, OSError) as error:
                 if self.isolation.wish == "on":
                     raise CannotGradeError(f"isolation is not available: {error}") from None
                 self.isolation.why_open = str(error)
-        self._start_server(shut_in=False)
+        return self._started_server(shut_in=False)
 
-    def _start_server(self, shut_in: bool) -> None:
+    def _started_server(self, shut_in: bool) -> Server:
         begun, self._begun = self._begun, None
         server = begun or Server(self.isolation, shut_in)
         server.wait_until_ready()
-        self._server = server
+        return server
 
     def warm_up(self) -> None:
         """Start the fork server now."""
         with self._lock:
-            if self._server is None:
-                self._start()
+            self._server_for(Code())
 
     def close(self) -> None:
         """End the fork server and everything below it."""
@@ -223,10 +227,10 @@ class Launcher:
             self._end()
 
     def _end(self) -> None:
-        for server in (self._server, self._begun):
+        for server in (*self._servers.values(), self._begun):
             if server is not None:
                 server.end()
-        self._server = self._begun = None
+        self._servers, self._begun = {}, None
 
 
 class Session:
@@ -327,7 +331,7 @@ class Session:
         if fresh:
             self.close()
             self._ranks, self._token = (header, code.kin), secrets.token_bytes(TOKEN_BYTES)
-            self._line = self._launcher.connect()
+            self._line = self._launcher.connect(code)
         told = [plain.encode({**order, "token": self._token} if fresh else order) for order in orders]
         assert self._line is not None
         summary, answers = self._launcher.exchange(self._line, header, told, fresh)
