@@ -45,6 +45,14 @@ STYLES = {
         child = multiprocessing.get_context("fork").Process(target=queue.put, args=(1,))
         child.start(), queue.get(), child.join()
     """,
+    "names like those of the course's folders": """
+        import shutil, subprocess, tempfile
+        folder = tempfile.mkdtemp()
+        os.makedirs(f"{folder}/tests/solutions")
+        shutil.rmtree(folder)
+        subprocess.run(["git", "log", "-1"], capture_output=True)
+        subprocess.run(["echo", "my solutions"], capture_output=True)
+    """,
     "threads that compute": """
         from concurrent.futures import ThreadPoolExecutor
         with ThreadPoolExecutor(2) as pool: list(pool.map(lambda i: torch.ones(3) * i, range(4)))

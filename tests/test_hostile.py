@@ -1,5 +1,6 @@
 """Tricks that must not work: leaving early, forging, reading the reference, replacing the tools."""
 
+import contextlib
 import gc
 import json
 import os
@@ -101,6 +102,11 @@ READING = {
     "cat": f"import subprocess; subprocess.run(['cat', {str(REFERENCE)!r}])",
     "a shell": "os.popen('cat solutions/tensor_parallel.py').read()",
     "git": "import subprocess; subprocess.run(['git', 'show', 'HEAD:solutions/tensor_parallel.py'])",
+    "the course's git": f"import subprocess; subprocess.run(['git', 'log', '-p'], cwd={str(ROOT)!r})",
+    "git, told where": f"import subprocess; subprocess.run(['git', '-C', {str(ROOT)!r}, 'log', '-p'])",
+    "git, told by a variable": f"os.environ['GIT_DIR'] = {str(ROOT / '.git')!r}; os.popen('git log -p')",
+    "a list, from the course": f"import subprocess; subprocess.run(['ls', 'solutions'], cwd={str(ROOT)!r})",
+    "another Python": "os.execl(sys.executable, 'python', '-c', 'from solutions import fsdp')",
 }
 
 REPLACING = {
@@ -266,10 +272,14 @@ def test_a_folder_of_the_same_name_is_not_the_references(tmp_path: Path) -> None
     """rmtree opens folders below open ones, as os.open with `dir_fd` does: a cache of one's own, too."""
     (tmp_path / "solutions" / "__pycache__").mkdir(parents=True)
     (tmp_path / "solutions" / "only_there.py").touch()
+    (tmp_path / "own" / "solutions").mkdir(parents=True)
     hook = _hook((str(tmp_path / "solutions"),), frozenset(), [])
-    hook("open", ("__pycache__", None, os.O_RDONLY))
-    with pytest.raises(RefusedError, match="the course's own solutions"):
-        hook("open", ("only_there.py", None, os.O_RDONLY))
+    for folder, name in (("own", "solutions"), (".", "solutions"), ("solutions", "only_there.py")):
+        is_theirs = folder != "own"
+        opened = os.open(tmp_path / folder, os.O_RDONLY)
+        with pytest.raises(RefusedError, match="own solutions") if is_theirs else contextlib.nullcontext():
+            hook("open", (name, None, os.O_RDONLY))
+        os.close(opened)
 
 
 @pytest.mark.parametrize("name", REPLACING)

@@ -4,6 +4,7 @@ What this can and can not do stands in grader.isolation.
 """
 
 import builtins
+import contextlib
 import gc
 import json
 import os
@@ -16,6 +17,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ READING_GIT = {
     "worktree",
 }
 PROCESS_EVENTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}
+_MODULE = re.compile(r"(?<![\w/.-])(?:\./)?solutions[/.](\w+)")
+_IMPORT = re.compile(r"\b(?:from|import)\s+solutions\b")
 FUNCTION_PARTS = {"__code__", "__defaults__", "__kwdefaults__"}
 HARMLESS = {"print", "input", "breakpoint", "__repr__", "__str__", "__format__"}
 """What people replace for honest reasons, such as to see more of a tensor."""
@@ -85,11 +89,14 @@ class Guard:
         self._violations: list[str] = []
         self._watching = False
 
-    def watch(self, forbidden: Sequence[str]) -> None:
-        """From now on, refuse to read files below the `forbidden` folders, and to rewrite the grader."""
+    def watch(self, forbidden: Sequence[str], shut_in: bool) -> None:
+        """From now on, refuse to read files below the `forbidden` folders, and to rewrite the grader.
+
+        Where ranks are shut in, nothing lies in these folders: no program that they start can read it.
+        """
         if not self._watching:
             folders = tuple(os.path.realpath(path) for path in forbidden)
-            sys.addaudithook(_hook(folders, self._tools, self._violations))
+            sys.addaudithook(_hook(folders, self._tools, self._violations, shut_in))
             self._watching = True
 
     def verify(self) -> None:
@@ -154,7 +161,7 @@ def _is_tool(value: Any, modules_too: bool) -> bool:
 
 
 def _hook(
-    forbidden: tuple[str, ...], tools: frozenset[int], violations: list[str]
+    forbidden: tuple[str, ...], tools: frozenset[int], violations: list[str], shut_in: bool = False
 ) -> Callable[[str, tuple[Any, ...]], None]:
     """An audit hook, which nothing can remove.
 
@@ -169,17 +176,14 @@ def _hook(
     def look(path: Any) -> None:
         if isinstance(path, str | bytes | os.PathLike):
             where = os.path.realpath(os.fsdecode(path))
-            if any(where == folder or where.startswith(folder + os.sep) for folder in forbidden):
+            if any(_is_below(where, folder) for folder in forbidden):
                 refuse(f"it reads the course's own solution ({_called(where)})")
 
     def look_below(path: Any) -> None:
         """A path that lies below an open folder, as os.open's `dir_fd` says without telling which."""
-        if not isinstance(path, str | bytes) or os.path.isabs(path) or os.path.lexists(path):
-            return
-        name = os.path.normpath(os.fsdecode(path))
-        for folder in forbidden:
-            if name.split(os.sep)[0] == os.path.basename(folder) or os.path.isfile(f"{folder}/{name}"):
-                refuse("it reads the course's own solutions")
+        is_relative = isinstance(path, str | bytes) and not os.path.isabs(path)
+        if is_relative and _found_below_open_folders(path) & _held_in(forbidden):
+            refuse("it reads the course's own solutions")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "object.__setattr__":
@@ -188,9 +192,9 @@ def _hook(
                 refuse(f"it rewrites {owner.__module__}.{owner.__name__}")
         elif event in ("open", "os.link", "os.rename"):
             look(arguments[0])
-            if event == "open" and arguments[1] is None:  # os.open
+            if event == "open" and arguments[1] is None and not shut_in:  # os.open
                 look_below(arguments[0])
-        elif event in PROCESS_EVENTS and _reads(_words(arguments), forbidden):
+        elif event in PROCESS_EVENTS and not shut_in and _reads(event, arguments, forbidden):
             refuse("it starts a program that reads the course's own solutions")
 
     return hook
@@ -223,8 +227,59 @@ def _words(arguments: tuple[Any, ...]) -> list[str]:
     return words
 
 
-def _reads(words: list[str], forbidden: tuple[str, ...]) -> bool:
-    if any(os.path.basename(word) == "git" for word in words) and READING_GIT & set(words):
+def _reads(event: str, arguments: tuple[Any, ...], forbidden: tuple[str, ...]) -> bool:
+    """Whether a command line names what lies in the course's folders, or asks the course's git for it."""
+    words = _words(arguments)
+    where = os.fsdecode((arguments[2] if event == "subprocess.Popen" else None) or os.getcwd())
+    places = [os.path.realpath(os.path.join(where, word)) for word in (*words, "")]
+    if any(_is_below(place, folder) for place in places for folder in forbidden):
         return True
-    named = re.compile(r"(?<![\w/.-])(\./)?solutions([/.]|$)")
-    return any(named.search(word) or any(folder in word for folder in forbidden) for word in words)
+    if any(_IMPORT.search(word) or any(folder in word for folder in forbidden) for word in words):
+        return True
+    modules = {
+        name.partition(".")[0] for folder in filter(os.path.isdir, forbidden) for name in os.listdir(folder)
+    }
+    if any(modules & set(_MODULE.findall(word)) for word in words):
+        return True
+    if not (any(os.path.basename(word) == "git" for word in words) and READING_GIT & set(words)):
+        return False
+    courses = [os.path.dirname(folder) for folder in forbidden]
+    told = [*words, *_variables_of_git(arguments)]
+    return any(_is_below(place, course) for place in places for course in courses) or any(
+        course in word for word in told for course in courses
+    )
+
+
+def _variables_of_git(arguments: tuple[Any, ...]) -> list[str]:
+    """What the environment of a process to be started tells git, such as where its folder is."""
+    variables = next((each for each in arguments if isinstance(each, dict)), os.environ)
+    return [os.fsdecode(value) for name, value in variables.items() if os.fsdecode(name).startswith("GIT_")]
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+@cache
+def _held_in(folders: tuple[str, ...]) -> frozenset[tuple[int, int]]:
+    """Device and inode of these folders, and of all that is in them."""
+    inside = [
+        os.path.join(where, name)
+        for folder in folders
+        for where, below, files in os.walk(folder)
+        for name in (*below, *files)
+    ]
+    return frozenset(_identity(os.stat(path)) for path in (*folders, *inside) if os.path.exists(path))
+
+
+def _found_below_open_folders(path: str | bytes) -> set[tuple[int, int]]:
+    """Device and inode of what has this path below any folder that this process has open."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            found.add(_identity(os.stat(path, dir_fd=int(name))))
+    return found
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

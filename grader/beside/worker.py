@@ -184,7 +184,7 @@ def _work(
     members = header["group"]
     guarded = order["guarded"]
     if guarded:
-        guard.watch(order["forbidden"])
+        guard.watch(order["forbidden"], header["shut_in"])
     if world_rank not in members:
         return plain.encode({"result": None, "races": []})
     verify, before = guard.verify, calls_made()

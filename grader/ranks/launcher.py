@@ -334,7 +334,8 @@ class Session:
             self._line = self._launcher.connect(code)
         told = [plain.encode({**order, "token": self._token} if fresh else order) for order in orders]
         assert self._line is not None
-        summary, answers = self._launcher.exchange(self._line, header, told, fresh)
+        shut_in = {"shut_in": self._launcher.isolation.closed}  # known when a server has been started
+        summary, answers = self._launcher.exchange(self._line, header | shut_in, told, fresh)
         if summary["ended"] in ("lost", "fault") and not fresh:
             self.close()
             return self._ask(header, code, orders)
