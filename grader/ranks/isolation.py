@@ -9,11 +9,13 @@ What holds, and for whom:
   with numbers that never were in a rank. The clock and the limits are kept outside the ranks, and what the
   ranks have started ends with their run. Inputs are drawn anew for every grading.
 - Shut in. The kernel keeps out of reach: the reference, its history, the checks, other people's files and
-  sockets, the judge's processes and variables, the network, and every place to write but two fresh folders.
+  sockets, the judge's processes and variables, the network, and every place to write but two fresh folders,
+  which exercises that are lent a part of the reference share with no others. No process outlives its server.
   Who grades as root has ranks that are root in name: no capability, no device, no setting of the kernel.
 - Not shut in. grader.beside.tampering refuses what a person would try: opening, importing or printing the
-  reference. Code that calls the C library, or a program of its own, gets past it, and can hurt the machine
-  as any program of this user can.
+  reference. Code that calls the C library, or what opens files in C++ such as torch.from_file, or a program
+  of its own, gets past it, and can hurt the machine as any program of this user can. A process that gives up
+  its parents and its environment, and kills the keepers of its run, outlives the grading.
 - Never certain. The recorder shares a process with the submission. A submission that takes the grader's own
   frames apart can forge what was recorded, or talk past torch through files that the ranks share. It must
   still compute the right values; calls of torch.distributed that the recorder missed are noticed by their
