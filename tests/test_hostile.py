@@ -19,7 +19,7 @@ from grader.beside.tampering import RefusedError, _hook
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.submission import read_submission
 from grader.judging.verdicts import Verdict
-from grader.ranks import plain
+from grader.ranks import leftovers, plain
 from grader.ranks.event_log import MAX_EVENT
 from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import ROOT, Code, Launcher, Limits
@@ -225,6 +225,17 @@ def test_a_flood_of_events_fills_no_memory(tmp_path: Path) -> None:
         launcher.close()
 
 
+SEGMENTS = """
+import ctypes
+system = ctypes.CDLL(None)
+system.shmat.restype = ctypes.c_void_p
+def make_segment(size):
+    place = system.shmat(system.shmget(0, size, 0o1600), None, 0)
+    ctypes.memset(place, 1, size)
+    system.shmdt(ctypes.c_void_p(place))
+"""
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
@@ -236,8 +247,9 @@ def test_a_flood_of_events_fills_no_memory(tmp_path: Path) -> None:
             "for _ in range(80): os.write(os.memfd_create('x'), bytes(10**7))\ntime.sleep(9)",
             "GiB",
         ),
+        (SEGMENTS + "for _ in range(8): make_segment(10**8)\ntime.sleep(9)", "GiB"),
     ],
-    ids=["threads", "memory without a name"],
+    ids=["threads", "memory without a name", "memory without a process"],
 )
 def test_what_no_list_of_processes_shows_is_counted(
     lines: str, words: str, tmp_path: Path, launcher: Launcher
@@ -245,6 +257,13 @@ def test_what_no_list_of_processes_shows_is_counted(
     report = look(tmp_path, twisted(lines), launcher, max_threads=300, memory_bytes=2**29)
     assert report.verdict in (Verdict.REFUSED, Verdict.OUT_OF_MEMORY)
     assert words in report.message
+
+
+@pytest.mark.skipif(not leftovers.SEGMENTS.exists(), reason="only Linux tells who has made a segment")
+def test_segments_that_nobody_removes_end_with_the_run(tmp_path: Path, launcher: Launcher) -> None:
+    before = leftovers.SEGMENTS.read_text()
+    assert look(tmp_path, twisted(SEGMENTS + "make_segment(100)"), launcher).verdict == Verdict.PASSED
+    assert leftovers.SEGMENTS.read_text() == before
 
 
 @pytest.mark.parametrize("whom", ["os.getppid()", "psutil.Process(os.getppid()).ppid()"])

@@ -89,6 +89,45 @@ def test_a_file_or_a_socket_of_somebody_else_can_not_be_reached(tmp_path: Path, 
         assert ask(isolated, reach, str(tmp_path)) == []
 
 
+def test_who_fills_the_folders_is_told_and_it_counts_as_memory(tmp_path: Path, isolated: Launcher) -> None:
+    """No other run can fill them: it is nothing that the machine has done."""
+
+    def fill(rank, folder, num_files, seconds):
+        import contextlib
+        import time
+
+        for number in range(num_files):
+            with contextlib.suppress(OSError), open(f"{folder}/{number}", "wb", buffering=0) as file:
+                file.write(bytes(2**26))
+        time.sleep(seconds)
+
+    launcher = Launcher(Isolation("on"))
+    try:
+        small = Limits(timeout=20, memory_bytes=2**28)
+        assert launcher.run(fill, Code(), [("/dev/shm", 8, 9)], limits=small).ended == "memory"
+        launcher.run(fill, Code(), [("/tmp", 17, 0)], limits=LIMITS)
+        report = look(tmp_path, twisted(), launcher)
+        assert report.verdict == Verdict.REFUSED
+        assert "it has filled /tmp, which its ranks need" in report.message
+    finally:
+        launcher.close()
+
+
+def test_no_memory_is_made_that_is_no_processs(isolated: Launcher) -> None:
+    """System V segments stay when their makers have gone, and no list of files shows them."""
+
+    def make(rank):
+        import ctypes
+
+        with open("/proc/sys/kernel/shmall") as file:
+            return file.read(), ctypes.CDLL(None).shmget(0, 10**6, 0o1600)
+
+    may, number = ask(isolated, make)
+    if may != "0\n":
+        pytest.skip("this kernel lets nobody but root say so; what lies in them is counted")
+    assert number == -1
+
+
 def test_variables_stay_outside_whatever_they_are_called(
     monkeypatch: pytest.MonkeyPatch, isolated: Launcher
 ) -> None:

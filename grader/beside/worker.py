@@ -33,10 +33,13 @@ from grader.beside.recorder import Recorder, Window, watch_backends, watch_handl
 from grader.beside.tampering import Guard, RefusedError
 from grader.beside.unseen import calls_made, unseen
 from grader.ranks import plain
+from grader.ranks.box import FRESH
 from grader.ranks.event_log import EventLog
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.recording import Event
 
+LEAST_ROOM = 1 << 20
+"""Bytes that a folder has left which is not full."""
 PIECE = 0.01
 """Seconds of waiting for a note after which a rank looks again."""
 
@@ -133,8 +136,7 @@ def run_worker(
             device = torch.device("cuda", world_rank)
         group = _start_group(world_rank, header, directory, device)
     except Exception as error:
-        message = f"the ranks could not connect: {error_text(error)}"
-        answer(b"X", dumps({"type": "MachineError", "message": message, "machine": True}).encode())
+        answer(b"X", dumps(_why_not_connected(error, header["shut_in"])).encode())
         receive_frame(connection)
         return
     current = SimpleNamespace(recorder=None, number=0, meshes={})  # the run that goes on
@@ -157,6 +159,20 @@ def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, byte
         send_frame(connection, kind, token + body)
 
     return answer
+
+
+def _why_not_connected(error: Exception, shut_in: bool) -> dict[str, Any]:
+    """The machine's fault, unless there is no room in the folders that nobody but the submission fills."""
+    full = [folder for folder in FRESH if _is_full(folder)] if shut_in else []
+    if full:
+        return _describe(RefusedError(f"it has filled {full[0]}, which its ranks need to find each other"))
+    message = f"the ranks could not connect: {error_text(error)}"
+    return {"type": "MachineError", "message": message, "machine": True}
+
+
+def _is_full(folder: str) -> bool:
+    system = os.statvfs(folder)
+    return system.f_bfree * system.f_frsize < LEAST_ROOM or system.f_ffree == 0
 
 
 def _work(

@@ -31,8 +31,10 @@ KEPT_FLAGS = {
 MNT_DETACH = 2
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
 LAST_CAPABILITY = 63
+FRESH = ("/tmp", "/dev/shm")
+"""The folders that can be written: each is on a file system of its own, in memory."""
 FRESH_BYTES = 1 << 30
-"""Room in each of the two folders that can be written: /tmp and /dev/shm."""
+"""Room in each of them."""
 OUTSIDE = "/outside"
 """Where the machine's own root stands until everything is laid out."""
 
@@ -42,7 +44,8 @@ def enter(plan: dict) -> None:
     os.umask(0o022)
     raise_loopback()
     _turn_to_a_new_root()
-    for folder, mode in (("/tmp", "1777"), ("/dev", "755"), ("/dev/shm", "1777")):
+    for folder in ("/dev", *FRESH):
+        mode = "1777" if folder in FRESH else "755"
         _mount(folder, "tmpfs", MS_NOSUID, f"mode={mode},size={FRESH_BYTES}")
     for path in plan["shown"]:
         _show(path)
@@ -56,8 +59,9 @@ def enter(plan: dict) -> None:
     for path in plan["hidden"]:
         _hide(path)
     _mount("/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    with suppress(OSError):  # nobody in here makes namespaces of their own
-        Path("/proc/sys/user/max_user_namespaces").write_text("0")
+    for limit in ("user/max_user_namespaces", "kernel/shmall"):
+        with suppress(OSError):  # nobody in here makes namespaces of their own, or memory without a maker
+            Path("/proc/sys", limit).write_text("0")
     _call("umount2", OUTSIDE, MNT_DETACH)
     os.rmdir(OUTSIDE)
     _make_read_only()

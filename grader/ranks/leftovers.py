@@ -1,6 +1,7 @@
 """Finds what a killed run may leave behind: processes that fled from their parents, and shared memory."""
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,8 @@ import psutil
 MARK = "SCALE_BY_HAND_LAUNCHER"
 """Environment variable by which the processes below one launcher are known, whoever is their parent now."""
 SHARED = Path("/dev/shm")
+SEGMENTS = Path("/proc/sysvipc/shm")
+IPC_RMID = 0
 TRACKER = "multiprocessing.resource_tracker"
 """In the command line of the process that Python starts beside one that makes shared memory."""
 TRACKER_SECONDS = 1.0
@@ -63,6 +66,43 @@ class SharedMemory:
             elsewhere = set().union(*(_inodes_in_use(pid) for pid in psutil.pids()))
             for inode in made.keys() - elsewhere:
                 made[inode].unlink(missing_ok=True)
+
+
+class Segments:
+    """System V shared memory that the processes of one run have made: it stays when they have gone.
+
+    No process's own memory counts it once it is detached. Only Linux tells who has made it.
+    """
+
+    def __init__(self) -> None:
+        self._before = set(_segments())
+        self._makers: set[int] = set()
+
+    def see(self, pids: Iterable[int]) -> None:
+        """Take down processes that belong to the run."""
+        self._makers.update(pids)
+
+    def num_bytes(self) -> int:
+        """What lies in them."""
+        return sum(size for _, size in self._made().values())
+
+    def remove(self) -> None:
+        """Remove them; who still has one attached keeps it until then."""
+        for number in self._made():
+            ctypes.CDLL(None).shmctl(number, IPC_RMID, None)
+
+    def _made(self) -> dict[int, tuple[int, int]]:
+        found = _segments()
+        return {n: found[n] for n in found.keys() - self._before if found[n][0] in self._makers}
+
+
+def _segments() -> dict[int, tuple[int, int]]:
+    """Number → process that has made it, and bytes that it takes, of every System V segment in sight."""
+    with contextlib.suppress(OSError):
+        names, *rows = (line.split() for line in SEGMENTS.read_text().splitlines())
+        tables = (dict(zip(names, map(int, row), strict=True)) for row in rows)
+        return {one["shmid"]: (one["cpid"], one["rss"] + one["swap"]) for one in tables}
+    return {}
 
 
 def _files() -> dict[int, Path]:

@@ -76,6 +76,12 @@ def memory_in_files(processes: Iterable[psutil.Process]) -> int:
     return sum(sizes.values())
 
 
+def memory_in_folders(folders: Iterable[str]) -> int:
+    """Bytes of all files in folders that lie in memory, each on a file system of its own."""
+    systems = [os.statvfs(folder) for folder in folders]
+    return sum((system.f_blocks - system.f_bfree) * system.f_frsize for system in systems)
+
+
 def kill(process: psutil.Process) -> None:
     """End a process that may have ended."""
     try:

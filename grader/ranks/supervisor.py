@@ -24,9 +24,10 @@ import psutil
 
 from grader.beside.tampering import Guard
 from grader.beside.worker import run_worker
+from grader.ranks.box import FRESH
 from grader.ranks.event_log import EventLog
 from grader.ranks.frames import FrameBuffer, receive_frame, send_frame
-from grader.ranks.leftovers import SharedMemory, let_trackers_end
+from grader.ranks.leftovers import Segments, SharedMemory, let_trackers_end
 from grader.ranks.processes import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -36,6 +37,7 @@ from grader.ranks.processes import (
     descendants,
     kill,
     memory_in_files,
+    memory_in_folders,
     prctl,
     reap_all,
     those_of,
@@ -103,6 +105,7 @@ def supervise(judge: socket.socket, guard: Guard) -> None:
         run.stop(shared)
         shutil.rmtree(directory, ignore_errors=True)
         shared.remove()
+        run.segments.remove()
     if run.ended != "let go":
         run.report()
 
@@ -131,6 +134,7 @@ class _Run:
         self.cpu: dict[int, tuple[float, float]] = {}
         self.began = self.next_tree = time.monotonic()
         self.heads = b""
+        self.segments = Segments()
         self.fork_server = os.getppid()
         self.base_rss = psutil.Process().memory_info().rss
 
@@ -138,6 +142,7 @@ class _Run:
         """Fork the ranks, then hand each its own order: no rank ever holds another's data."""
         for world_rank in range(self.header["world_size"]):
             self.ranks.append(self._fork(world_rank))
+        self.segments.see(rank.pid for rank in self.ranks)
         self._hand_out_orders()
         for rank in self.ranks:
             self.selector.register(rank.connection, selectors.EVENT_READ, (rank, self._read_frames))
@@ -351,7 +356,9 @@ class _Run:
             except psutil.Error:
                 continue
         if tree:
-            rss += memory_in_files(processes)
+            self.segments.see(process.pid for process in processes)
+            rss += memory_in_files(processes) + self.segments.num_bytes()
+            rss += memory_in_folders(FRESH) if self.header["shut_in"] else 0
             self._wake_fork_server()
         if num_threads > self.header["max_threads"]:
             self.ended = "threads"
