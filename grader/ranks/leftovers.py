@@ -98,7 +98,7 @@ class Segments:
 
 def _segments() -> dict[int, tuple[int, int]]:
     """Number → process that has made it, and bytes that it takes, of every System V segment in sight."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError, KeyError):  # not there, or written in another way
         names, *rows = (line.split() for line in SEGMENTS.read_text().splitlines())
         tables = (dict(zip(names, map(int, row), strict=True)) for row in rows)
         return {one["shmid"]: (one["cpid"], one["rss"] + one["swap"]) for one in tables}
