@@ -160,7 +160,7 @@ def test_a_message_that_nobody_waits_for_is_told_in_seconds() -> None:
 
     shared_launcher().warm_up()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)rank 0 had returned.*did not wait for its isend"):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0\s+had\s+returned.*did\s+not\s+wait\s+for"):
         run_ranks(send_and_forget, ranks=2)
     assert time.monotonic() - began < 25
 
@@ -292,7 +292,7 @@ def test_a_ring_whose_sends_are_not_waited_for_is_named() -> None:
 
     shared_launcher().warm_up()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)deadlock.*rank \d did not wait for its isend"):
+    with pytest.raises(RuntimeError, match=r"(?s)deadlock.*rank\s+\d\s+did\s+not\s+wait\s+for"):
         run_ranks(drop, ranks=4)
     assert time.monotonic() - began < 40  # of the 120 seconds that it may take
 
