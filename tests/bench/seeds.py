@@ -54,12 +54,13 @@ class Nearest:
         factors: Any = None,
         terms: Any = None,
         plain: list[Tensor] | None = None,
+        coarse: bool = False,
     ) -> Any:
         for rank, (a, e) in enumerate(zip(actual, expected, strict=True)):
             used = error_used(a, e, rtol, plain[rank] if plain else None) if isinstance(a, Tensor) else 0.0
             if self.used < used <= 1.0:
                 self.used, self.what = used, what
-        return self._compare(what, actual, expected, alternatives, rtol, factors, terms, plain)
+        return self._compare(what, actual, expected, alternatives, rtol, factors, terms, plain, coarse)
 
     def take(self) -> Line:
         """What was found since the last time."""
