@@ -349,6 +349,20 @@ def test_an_object_is_never_pickled_for_the_judge() -> None:
         plain.encode({"output": Bomb()})
 
 
+@pytest.mark.parametrize("told", ["[[]] * 2**24", "10 ** 400"])
+def test_what_an_object_says_of_itself_is_the_learners_mistake(
+    told: str, tmp_path: Path, launcher: Launcher
+) -> None:
+    thing = f"type('Mine', (), {{'to_plain': lambda self: {told}}})()"
+    report = look(tmp_path, twisted(returns=thing), launcher)
+    assert report.verdict == Verdict.WRONG and "a Mine: return tensors" in report.text
+
+
+def test_an_answer_that_is_too_long_is_the_learners_mistake(tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted(returns="['x' * 2**20] * 8"), launcher)
+    assert report.verdict == Verdict.WRONG and "more than 8 MiB of text" in report.text
+
+
 def test_an_imported_reference_is_refused_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "submission.py"
     path.write_text("from solutions.tensor_parallel import copy_to_group\n")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save
 
 from grader.ranks import plain
+from grader.ranks.recording import Event, Recording
 
 
 def test_round_trip() -> None:
@@ -62,6 +63,62 @@ def test_a_number_that_is_no_quantity_is_named_and_comes_in_no_record() -> None:
     text = json.dumps({"tree": {"int": "9" * 400}, "sizes": []}).encode()
     with pytest.raises(ValueError, match="too large"):
         plain.decode(struct.pack("<Q", len(text)) + text + plain.encode(None)[12:])
+
+
+class Told:
+    def __init__(self, told: object) -> None:
+        self._told = told
+
+    def to_plain(self) -> object:
+        return self._told
+
+
+@pytest.mark.parametrize("told", [1, [[]] * 100, 10**400, {"__recording__": {}}])
+def test_an_object_does_not_say_itself_what_it_is(told: object) -> None:
+    with pytest.raises(plain.NotPlainError, match="result is a Told"):
+        plain.encode(Told(told), (Recording,))
+
+
+def test_a_recording_travels_as_itself() -> None:
+    event = Event("send", 8, 2, "float32", (2,), (0, 1), 1, "", False, "mine.py", 3, "a mark", 7)
+    recording = Recording(events=[event], waited_after=[1], alive_at={"end": 4}, peak_bytes=9)
+    assert plain.decode(plain.encode([recording], (Recording,))) == [recording]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"peak_bytes": "many"}, {"peak_bytes": 10**250}, {"alive_at": {"end": None}}, {"alive_at": 3},
+        {"waited_after": [[]]}, {"totals": {"": {"flops": 1.5}}}, {"totals": []}, {"more": 1},
+        {"events": [{}]},
+    ],
+)  # fmt: skip
+def test_what_is_no_recording_is_refused(forged: dict) -> None:
+    told = Recording().to_plain()["__recording__"] | forged
+    with pytest.raises(ValueError, match="not a complete record"):
+        plain.decode(plain.encode(Told({"__recording__": told}), (Told,)))
+
+
+def test_an_answer_has_an_end() -> None:
+    long = "x" * plain.MAX_TEXT
+    with pytest.raises(plain.NotPlainError, match="result is more than 8 MiB of text"):
+        plain.encode([long], most_text=plain.MAX_TEXT)
+    with pytest.raises(ValueError, match="too long"):
+        plain.decode(plain.encode([long]), plain.MAX_TEXT)
+    assert plain.decode(plain.encode([long])) == [long]  # an order may be as long as a submission is
+
+
+def test_what_comes_in_a_record_is_bounded_as_what_goes() -> None:
+    deep: object = "deep"
+    for _ in range(plain.MAX_DEPTH):
+        deep = [deep]
+    assert plain.decode(plain.encode(deep)) == deep
+    for _ in range(2):
+        deep = {"tuple": [deep]}
+    with pytest.raises(ValueError, match="too deep"):
+        plain.decode(record(deep, [["float32", 2]]))
+    with pytest.raises(ValueError, match="too large"):
+        plain.decode(record([10**400], [["float32", 2]]))
 
 
 def test_a_list_that_holds_itself() -> None:

@@ -36,7 +36,7 @@ from grader.ranks import plain
 from grader.ranks.box import FRESH
 from grader.ranks.event_log import EventLog
 from grader.ranks.frames import receive_frame, send_frame
-from grader.ranks.recording import Event
+from grader.ranks.recording import Event, Recording
 
 LEAST_ROOM = 1 << 20
 """Bytes that a folder has left which is not full."""
@@ -221,7 +221,7 @@ def _work(
         with recorder:
             found = {"result": probe(rank, *arguments)}
             found["races"] = [asdict(race) for race in recorder.flights.races()]
-        result = plain.encode(found)
+        result = plain.encode(found, (Window, Recording), plain.MAX_TEXT)
         hidden = unseen(before, recorder.calls)
         if hidden and guarded:
             raise RefusedError(
@@ -310,5 +310,10 @@ def _describe(error: BaseException) -> dict[str, Any]:
     except AttributeError:
         notes = []
     told = [str(note) for note in notes if type(note) is str]
-    plain_error = {"type": str(kind), "message": error_text(error), "frames": frames[-40:], "notes": told[:3]}
+    plain_error = {
+        "type": str(kind)[:500],
+        "message": error_text(error),
+        "frames": frames[-40:],
+        "notes": [note[:500] for note in told[:3]],
+    }
     return plain_error | ({"waited_twice": error.told()} if type(error) is WaitedTwiceError else {})

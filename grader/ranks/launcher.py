@@ -17,7 +17,7 @@ from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.gloos_words import without_gloos_places
 from grader.ranks.isolation import ROOT, Isolation
 from grader.ranks.limits import Limits
-from grader.ranks.recording import Event, Race, revive
+from grader.ranks.recording import Event, Race
 from grader.ranks.server import Server
 from grader.ranks.turn import STOPPED, Turn
 
@@ -369,10 +369,12 @@ def _read_rank(state: dict[str, Any], answer: Answer, token: bytes) -> RankRepor
         if record[:TOKEN_BYTES] != token:
             raise ValueError("a result that the grader did not write")
         if report.status == "failed":
+            if len(record) > plain.MAX_TEXT:
+                raise ValueError("an error with more text than the grader tells")
             report.error = _error(json.loads(record[TOKEN_BYTES:]))
         else:
-            answer = plain.decode(record[TOKEN_BYTES:])
-            report.result = revive(answer["result"])
+            answer = plain.decode(record[TOKEN_BYTES:], plain.MAX_TEXT)
+            report.result = answer["result"]
             report.races = [Race.from_plain(race) for race in answer["races"]]
     except Exception as error:
         report.status, report.error = "forged", {"message": str(error)[:300]}

@@ -7,8 +7,9 @@ process has sent.
 
 import math
 import struct
+import sys
 from collections.abc import Callable
-from json import dumps, loads
+from json import JSONDecoder, dumps
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from grader.ranks.recording import Recording
+
+MAX_TEXT = 8 << 20
+"""Bytes of an answer without its tensors. No right one of the course has a fiftieth of it; reading it may
+take forty times as much memory."""
 MAX_DEPTH = 50
 MAX_DIGITS = 300
 """Of a whole number: what is larger has no place among floats, and no quantity of this course comes near."""
@@ -29,33 +35,43 @@ class NotPlainError(TypeError):
     """The value holds something that is neither a number, text, a tensor nor a container of these."""
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Any, recordings: tuple[type, ...] = (), most_text: int = sys.maxsize) -> bytes:
     """Turn plain data into bytes.
 
     Tensors travel detached, contiguous and on the CPU; a tensor subclass travels as the tensor it holds.
+
+    Args:
+        recordings: the types that have a to_plain() which tells a Recording.
+        most_text: bytes that all but the tensors may take.
 
     Raises:
         NotPlainError: names the offending part, such as `result["layer"]: a Linear`.
     """
     tensors: list[Tensor] = []
-    tree = _strip(value, tensors, "result", 0)
+    tree = _strip(value, tensors, "result", 0, recordings)
     sizes = [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors]
     try:
         text = dumps({"tree": tree, "sizes": sizes}).encode()
     except (TypeError, ValueError) as error:  # all but what says by itself how it is told has been looked at
         raise NotPlainError(f"a part of result is not plain: {error}") from error
+    if len(text) > most_text:
+        raise NotPlainError(
+            f"result is more than {most_text >> 20} MiB of text, or of numbers outside of tensors"
+        )
     return struct.pack("<Q", len(text)) + text + save_tensors(_end_to_end(sizes, tensors))
 
 
-def decode(data: bytes) -> Any:
-    """Read what `encode` wrote. Raises ValueError for anything else."""
+def decode(data: bytes, most_text: int = sys.maxsize) -> Any:
+    """Read what `encode` wrote, with these bytes of text at most. Raises ValueError for anything else."""
     try:
         (length,) = struct.unpack_from("<Q", data)
         if length > len(data) - 8:
             raise ValueError("the text is cut short")
-        told = loads(data[8 : 8 + length])
+        if length > most_text:
+            raise ValueError("the text is too long")
+        told = _DECODER.decode(data[8 : 8 + length].decode())
         tensors = _apart(told["sizes"], load_tensors(data[8 + length :]))
-        return _restore(told["tree"], tensors)
+        return _restore(told["tree"], tensors, 0)
     except Exception as error:
         raise ValueError(f"not a complete record: {error}") from error
 
@@ -78,7 +94,7 @@ def _apart(sizes: list[list[Any]], whole: dict[str, Tensor]) -> list[Tensor]:
     return [next(pieces[dtype]).view(shape) for dtype, *shape in sizes]
 
 
-def _strip(value: Any, tensors: list[Tensor], where: Any, depth: int) -> Any:
+def _strip(value: Any, tensors: list[Tensor], where: Any, depth: int, recordings: tuple[type, ...]) -> Any:
     """`where` is "result", or a pair of what a value lies in and its key or number there."""
     if type(value) in SMALL or (type(value) is int and abs(value) < 2**63):
         return value
@@ -86,8 +102,8 @@ def _strip(value: Any, tensors: list[Tensor], where: Any, depth: int) -> Any:
         raise NotPlainError(f"{_name(where)} is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, Tensor):
         return {"tensor": _store(value, tensors, where)}
-    if hasattr(value, "to_plain"):
-        return {"json": value.to_plain()}
+    if type(value) in recordings:
+        return {"recording": value.to_plain()}
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -104,20 +120,27 @@ def _strip(value: Any, tensors: list[Tensor], where: Any, depth: int) -> Any:
             "length": len(value),
         }
     if isinstance(value, list | tuple):
-        items = [_strip(item, tensors, (where, i), depth + 1) for i, item in enumerate(value)]
+        items = [_strip(item, tensors, (where, i), depth + 1, recordings) for i, item in enumerate(value)]
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
         if all(type(key) is str for key in value):
-            named = {key: _strip(item, tensors, (where, key), depth + 1) for key, item in value.items()}
-            return {"named": named}
+            return {
+                "named": {
+                    key: _strip(item, tensors, (where, key), depth + 1, recordings)
+                    for key, item in value.items()
+                }
+            }
         return {
             "dict": [
-                [_strip(k, tensors, (where, IS_KEY), depth + 1), _strip(v, tensors, (where, k), depth + 1)]
+                [
+                    _strip(k, tensors, (where, IS_KEY), depth + 1, recordings),
+                    _strip(v, tensors, (where, k), depth + 1, recordings),
+                ]
                 for k, v in value.items()
             ]
         }
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return _strip(value.item(), tensors, where, depth + 1)
+        return _strip(value.item(), tensors, where, depth + 1, recordings)
     raise NotPlainError(
         f"{_name(where)} is a {type(value).__name__}: "
         "return tensors, numbers, strings, or lists, tuples and dicts of these"
@@ -166,20 +189,27 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-_RESTORE: dict[str, Callable[[dict, list[Tensor]], Any]] = {
-    "json": lambda node, tensors: node["json"],
-    "tensor": lambda node, tensors: tensors[node["tensor"]],
-    "int": lambda node, tensors: _whole(node["int"]),
-    "bytes": lambda node, tensors: tensors[node["bytes"]].numpy().tobytes()[: node["length"]],
-    "tuple": lambda node, tensors: tuple(_restore(item, tensors) for item in node["tuple"]),
-    "named": lambda node, tensors: {key: _restore(item, tensors) for key, item in node["named"].items()},
-    "dict": lambda node, tensors: {_restore(k, tensors): _restore(v, tensors) for k, v in node["dict"]},
+_DECODER = JSONDecoder(parse_int=_whole)
+_RESTORE: dict[str, Callable[[dict, list[Tensor], int], Any]] = {
+    "recording": lambda node, tensors, depth: Recording.from_plain(node["recording"]),
+    "tensor": lambda node, tensors, depth: tensors[node["tensor"]],
+    "int": lambda node, tensors, depth: _whole(node["int"]),
+    "bytes": lambda node, tensors, depth: tensors[node["bytes"]].numpy().tobytes()[: node["length"]],
+    "tuple": lambda node, tensors, depth: tuple(_restore(item, tensors, depth) for item in node["tuple"]),
+    "named": lambda node, tensors, depth: {
+        key: _restore(item, tensors, depth) for key, item in node["named"].items()
+    },
+    "dict": lambda node, tensors, depth: {
+        _restore(k, tensors, depth): _restore(v, tensors, depth) for k, v in node["dict"]
+    },
 }
 
 
-def _restore(node: Any, tensors: list[Tensor]) -> Any:
+def _restore(node: Any, tensors: list[Tensor], depth: int) -> Any:
+    if type(node) not in (list, dict):
+        return node
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deep")
     if type(node) is list:
-        return [_restore(item, tensors) if type(item) in (list, dict) else item for item in node]
-    if type(node) is dict:
-        return _RESTORE[next(iter(node))](node, tensors)
-    return node
+        return [_restore(item, tensors, depth + 1) if type(item) in (list, dict) else item for item in node]
+    return _RESTORE[next(iter(node))](node, tensors, depth + 1)

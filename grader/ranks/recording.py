@@ -72,12 +72,16 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and -(2**63) < value < 2**63
 
 
+def _are_numbers(values: Any, *kinds: type) -> bool:
+    return type(values) in kinds and all(map(_is_number, values))
+
+
 _IS_OF: dict[str, Callable[[Any], bool]] = {
     "str": lambda value: type(value) is str,
     "bool": lambda value: type(value) is bool,
     "int": _is_number,
     "int | None": lambda value: value is None or _is_number(value),
-    "tuple[int, ...]": lambda value: type(value) in (list, tuple) and all(map(_is_number, value)),
+    "tuple[int, ...]": lambda value: _are_numbers(value, list, tuple),
 }
 _FIELDS = {
     item.name: _IS_OF[item.type.__name__ if isinstance(item.type, type) else str(item.type)]
@@ -146,10 +150,22 @@ class Recording:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Recording":
-        fields = dict(plain[MARK])
-        fields["events"] = [Event.from_plain(event) for event in fields["events"]]
-        fields["totals"] = {name: Totals(**totals) for name, totals in fields["totals"].items()}
-        return cls(**fields)
+        """Read a recording. Raises ValueError, KeyError or TypeError for anything that is not one."""
+        told = dict(plain[MARK])
+        events, totals = told.pop("events"), told.pop("totals")
+        waited, alive = told.pop("waited_after"), told.pop("alive_at")
+        for numbers in (told, alive, *totals.values()):
+            if type(numbers) is not dict or not _are_numbers(list(numbers.values()), list):
+                raise ValueError("not a recording")
+        if not _are_numbers(waited, list):
+            raise ValueError("not a recording")
+        return cls(
+            events=[Event.from_plain(event) for event in events],
+            totals={name: Totals(**total) for name, total in totals.items()},
+            waited_after=waited,
+            alive_at=alive,
+            **told,
+        )
 
     def select(self, kind: str | None = None, after: str | None = None) -> list[Event]:
         """The events of one kind and one stretch; None is any. Barriers count only when asked for by name."""
@@ -187,14 +203,3 @@ class Recording:
     def alive(self, mark: str) -> int:
         """Bytes of storages made while recording that were still there at a mark, or at the "end"."""
         return self.alive_at[mark]
-
-
-def revive(value: Any) -> Any:
-    """Turn the recordings inside a decoded result back into `Recording` objects."""
-    if isinstance(value, dict):
-        if set(value) == {MARK}:
-            return Recording.from_plain(value)
-        return {key: revive(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(revive(item) for item in value)
-    return value
