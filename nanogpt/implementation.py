@@ -26,6 +26,11 @@ import nbformat  # noqa: E402
 _MAGIC = re.compile(r"\s*(%|!|\?|[\w.]+\?{1,2}\s*$)")
 _ASSIGNED_MAGIC = re.compile(r"\s*[\w.,\s\[\]]+?\s*=\s*(%\w|!\S)")
 _TIMED_STATEMENT = re.compile(r"(\s*)%time\s+(.+)")
+_IMPORTED = re.compile(r"(?:import|from)[^,;#()'\"\r\n]*")
+_GOES_ON = re.compile(r"\\(?:\r\n|\r|\n)")
+_DOT_BEFORE_A_NAME = re.compile(r"\.\s*[^\s.]")
+MOST_DOTS = 100
+"""In the name of a module: Python's parser takes memory by its square, and nothing ends it meanwhile."""
 _CELL_MAGIC_AROUND_PYTHON = re.compile(r"%%(time|capture|prun)\b")
 
 
@@ -96,6 +101,7 @@ def _notebook_cells(path: Path, text: str) -> list[Cell]:
 
 def _cell(label: str, source: str, tags: tuple[str, ...] = ()) -> Cell:
     try:
+        _refuse_endless_names(source)
         compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
         quoted = f" at {error.text.strip()!r}" if error.text and error.text.strip() else ""
@@ -137,12 +143,20 @@ def _continues(lines: list[str]) -> bool:
 
 def _parse_error(source: str) -> str | None:
     try:
+        _refuse_endless_names(source)
         ast.parse(source)
     except SyntaxError as error:
         return error.msg or "not Python"
     except (ValueError, RecursionError, MemoryError) as error:
         return _one_line(error)
     return None
+
+
+def _refuse_endless_names(source: str) -> None:
+    """Raise ValueError before what the parser has no limit for."""
+    for imported in _IMPORTED.finditer(_GOES_ON.sub(" ", source)):
+        if len(_DOT_BEFORE_A_NAME.findall(imported[0])) > MOST_DOTS:
+            raise ValueError(f"the import of a name with more than {MOST_DOTS} dots")
 
 
 class Definitions(SimpleNamespace):

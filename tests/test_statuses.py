@@ -35,6 +35,12 @@ def cut() -> bytes:
     return data[: len(data) // 2]
 
 
+def notebook(source: str) -> bytes:
+    """A notebook of one cell."""
+    cell = {"cell_type": "code", "source": source, "metadata": {}, "outputs": [], "execution_count": None}
+    return json.dumps({**NOTEBOOK, "cells": [cell]}).encode()
+
+
 HAND_INS = {
     "empty.py": (b"", "there is no exercise in it"),
     "empty.ipynb": (b"", "is not a notebook"),
@@ -49,6 +55,12 @@ HAND_INS = {
     "essay.pdf": (b"%PDF-1.7", "expected a notebook (.ipynb) or a Python file (.py)"),
     "no name": (b"x = 1", "expected a notebook (.ipynb) or a Python file (.py)"),
     "endless.py": (b"x = 1\n" * (MAX_SOURCE // 6 + 1), "more than 1024 KiB of code"),
+    "dots.py": (b"import a" + b".a" * 60_000, "the import of a name with more than 100 dots"),
+    "more dots.py": (
+        b"x = 1;from a" + b"\\\n .a" * 60_000 + b" import b",
+        "the import of a name with more than 100 dots",
+    ),
+    "dots.ipynb": (notebook("import a" + ".a" * 60_000), "the import of a name with more than 100 dots"),
     "control \x1b[31m.py": (b"x = 1\n", "control \\x1b[31m.py"),
 }
 
@@ -68,6 +80,13 @@ def test_a_bad_hand_in_has_a_report_and_status_1(name: str, only: list[str], tmp
     for exercise in report["exercises"]:
         assert (exercise["name"], exercise["verdict"]) == ("copy_to_group", "unreadable")
         assert exercise["lesson"] == find_exercise("copy_to_group")[0].name  # type: ignore[index]
+
+
+def test_a_long_chain_of_branches_is_read_in_order(tmp_path: Path) -> None:
+    chain = "".join(f"elif x == {number}:\n    y = {number}\n" for number in range(1200))
+    (tmp_path / "mine.py").write_text(f"x = 0\nif x == -1:\n    def copy_to_group(): ...\n{chain}{CORRECT}")
+    result, report = run(tmp_path, tmp_path / "mine.py", *QUICK)
+    assert (result.exit_code, report["verdict"]) == (0, "passed"), result.output
 
 
 def make_links(folder: Path) -> dict[str, tuple[Path, str]]:

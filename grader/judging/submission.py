@@ -106,9 +106,11 @@ def _from_bytes(path: Path, data: bytes, module: str, trusted: bool) -> Submissi
         refuse_endless_source(path, text)
         try:
             cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb", text=text))
+            return from_cells(path, cells, module=module, trusted=trusted)
         except ValueError as error:
             raise UnreadableError(str(error)) from None
-        return from_cells(path, cells, module=module, trusted=trusted)
+        except RecursionError:
+            raise UnreadableError(f"{path} has code that is nested too deep to be read") from None
 
 
 def from_cells(path: Path, cells: tuple[Cell, ...], *, module: str = "", trusted: bool = False) -> Submission:
@@ -148,7 +150,10 @@ def _statements(body: list[Any]) -> Iterator[ast.AST]:
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    for node in body:
+    """What statements at the top define, also those in a branch, in the order of the lines."""
+    left = body[::-1]
+    while left:
+        node = left.pop()
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.name, node
@@ -164,10 +169,9 @@ def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
                 for alias in node.names:
                     yield alias.asname or alias.name, node
             case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
-                for part in ("body", "orelse", "finalbody"):
-                    yield from _defined(getattr(node, part, []))
-                for handler in getattr(node, "handlers", []):
-                    yield from _defined(handler.body)
+                handlers = [part.body for part in getattr(node, "handlers", [])]
+                parts = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")] + handlers
+                left += [inner for part in parts for inner in part][::-1]
 
 
 def is_untouched(node: ast.AST, given: ast.AST | None) -> bool:
