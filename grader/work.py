@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from grader.judging.course import Lesson, lessons
-from grader.judging.reading import UnreadableError
+from grader.judging.reading import UnreadableError, as_spelled
 from grader.judging.submission import Submission, read_submission
 from grader.ranks.isolation import ROOT
 
@@ -24,7 +24,7 @@ def find_work(path: str | None, only: tuple[str, ...]) -> Work:
     if path is None:
         ready = [lesson for lesson in lessons() if os.path.lexists(lesson.notebook) and _wanted(lesson, only)]
         return [(_notebook(lesson), lesson) for lesson in ready]
-    spelled = Path(os.path.abspath(path))
+    spelled = as_spelled(path)
     if spelled == SOLUTIONS or (path == "solutions" and not spelled.exists()):
         return [(_solution(lesson), lesson) for lesson in lessons() if _wanted(lesson, only)]
     for lesson in lessons():

@@ -93,6 +93,9 @@ def make_links(folder: Path) -> dict[str, tuple[Path, str]]:
     """What is no file, or only points to one: the path to hand in, and what is said."""
     (folder / "secret").write_text("password: s3cret")
     (folder / "right.py").write_text(CORRECT)
+    (folder / "work.ipynb").mkdir()
+    (folder / "deep" / "folder").mkdir(parents=True)
+    (folder / "deep" / "right.py").write_text(CORRECT)
     os.mkfifo(folder / "pipe.py")
     for link, target in {
         "reference.py": ROOT / "solutions" / "tensor_parallel.py",
@@ -104,15 +107,24 @@ def make_links(folder: Path) -> dict[str, tuple[Path, str]]:
         "right link.py": folder / "right.py",
         "folder": ROOT / "solutions",
         "above": ROOT,
+        "inside": ROOT / "tests" / "bench",
+        "far": folder / "deep" / "folder",
     }.items():
         (folder / link).symlink_to(target)
     link = "is a symbolic link: hand in the file itself"
+    back = "goes back by .. from where a link has led: name the file without it"
     ours = "leads by a link to the course's own solutions: hand in a file of yours"
     return {
         **{name: (folder / f"{name}.py", link) for name in ("reference", "secret", "endless", "input")},
         **{name: (folder / f"{name}.py", link) for name in ("loop", "nowhere", "right link")},
         "pipe": (folder / "pipe.py", "is a pipe: hand in a file"),
         "a device": (Path("/dev/zero"), "is a device: hand in a file"),
+        "a folder": (
+            folder / "work.ipynb",
+            "is a folder: give the path of a notebook (.ipynb) or a Python file (.py)",
+        ),
+        "back from the tests": (folder / "inside" / ".." / "attempts.py", back),
+        "back to another": (folder / "far" / ".." / "right.py", back),
         "a link above": (folder / "folder" / "tensor_parallel.py", ours),
         "a notebook": (folder / "folder" / "tensor_parallel.ipynb", ours),
         "a link far above": (folder / "above" / "solutions" / "tensor_parallel.py", ours),
@@ -120,7 +132,14 @@ def make_links(folder: Path) -> dict[str, tuple[Path, str]]:
 
 
 LINKS = ["reference", "secret", "endless", "input", "loop", "nowhere", "right link", "pipe", "a device"]
-LINKS += ["a link above", "a notebook", "a link far above"]
+LINKS += [
+    "a folder",
+    "back from the tests",
+    "back to another",
+    "a link above",
+    "a notebook",
+    "a link far above",
+]
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -134,11 +153,11 @@ def test_what_only_points_somewhere_is_refused_unread(name: str, tmp_path: Path)
 
 def test_a_harmless_link_above_is_fine_and_a_copy_is_an_answer(tmp_path: Path) -> None:
     """Homes and checkouts are reached through links. Nothing tells who wrote a copy, or a hard link."""
-    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "folder").mkdir(parents=True)
     (tmp_path / "home").symlink_to(tmp_path / "real")
     (tmp_path / "real" / "mine.py").write_text(CORRECT)
     os.link(tmp_path / "real" / "mine.py", tmp_path / "real" / "too.py")
-    for name in ("mine.py", "too.py"):
+    for name in ("mine.py", "too.py", "folder/../mine.py"):
         result, report = run(tmp_path, tmp_path / "home" / name, *QUICK)
         assert (result.exit_code, report["verdict"]) == (0, "passed"), result.output
 

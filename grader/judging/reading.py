@@ -50,8 +50,8 @@ def read_regular_file(path: Path) -> bytes:
     """The bytes of a file that is one, and lies where its name says.
 
     Raises:
-        UnreadableError: it is a link, a pipe or a device, larger than MAX_BYTES, or lies among the course's
-            own answers under another name.
+        UnreadableError: it is a link, a pipe or a device, a folder that is called like a file, larger than
+            MAX_BYTES, or lies among the course's own answers under another name.
         NothingToReadError: there is no such file, it is a folder, or this user may not read it.
     """
     _refuse_what_is_no_file(path, _asked(path, lambda: path.lstat().st_mode))
@@ -64,6 +64,18 @@ def read_regular_file(path: Path) -> bytes:
     if len(data) > MAX_BYTES:
         raise UnreadableError(f"{path} is larger than {MAX_BYTES >> 20} MiB: clear its outputs")
     return data
+
+
+def as_spelled(path: str | Path) -> Path:
+    """The absolute path that somebody has written, its links unfollowed.
+
+    Raises:
+        UnreadableError: it has a ".." behind a link, from where the system goes elsewhere than the words do.
+    """
+    spelled = os.path.abspath(path)
+    if ".." in Path(path).parts and os.path.realpath(path) != os.path.realpath(spelled):
+        raise UnreadableError(f"{path} goes back by .. from where a link has led: name the file without it")
+    return Path(spelled)
 
 
 @contextlib.contextmanager
@@ -118,7 +130,8 @@ def _asked(path: Path, question: Any) -> Any:
 
 def _refuse_what_is_no_file(path: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
-        raise NothingToReadError(
+        handed_in = path.suffix in (".ipynb", ".py")
+        raise (UnreadableError if handed_in else NothingToReadError)(
             f"{path} is a folder: give the path of a notebook (.ipynb) or a Python file (.py)"
         )
     for is_such, what in KINDS.items():
@@ -128,7 +141,7 @@ def _refuse_what_is_no_file(path: Path, mode: int) -> None:
 
 def _refuse_a_way_into_the_reference(path: Path) -> None:
     """A folder on the way may be a link, as homes and checkouts are; but not to where the answers lie."""
-    spelled = Path(os.path.abspath(path))
+    spelled = as_spelled(path)
     real = Path(os.path.realpath(spelled.parent))
     for name in OURS:
         if real.is_relative_to(ROOT / name) and not spelled.is_relative_to(ROOT / name):
