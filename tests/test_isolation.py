@@ -161,6 +161,28 @@ def test_a_forks_own_copy_of_the_reference_is_hidden(tmp_path: Path) -> None:
         launcher.close()
 
 
+@pytest.mark.parametrize("name", [b"\xff", "日本".encode(), "a\xa0b\u2028c\x85".encode(), b"a b\n\\040\t"])
+def test_a_folder_is_shown_whatever_it_is_called(name: bytes, tmp_path: Path, isolated: Launcher) -> None:
+    folder = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    (folder / "helper.py").write_text("x = 2")
+
+    def read(rank, folder):
+        import os
+
+        with open(os.path.join(folder, b"helper.py")) as file:
+            return file.read()
+
+    launcher = Launcher(Isolation("on", (folder,)))
+    try:
+        assert ask(launcher, read, os.fsencode(folder)) == "x = 2"
+    finally:
+        launcher.close()
+
+
 def test_what_lies_in_a_hidden_folder_is_graded_and_stays_hidden(isolated: Launcher) -> None:
     """A submission is sent as text: nobody has to show the folder that it was found in."""
 

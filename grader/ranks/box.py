@@ -112,8 +112,8 @@ def _hide(path: str) -> None:
 
 def _make_read_only() -> None:
     """All but the fresh folders, keeping each mount's other flags (the kernel insists)."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n")[:-1]:
+        fields = line.split(" ")  # a folder's name may hold any other space or line's end
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         if point == "/tmp" or point.startswith("/dev/"):
             continue
@@ -136,7 +136,7 @@ def _drop_privileges() -> None:
 
 def _call(name: str, *arguments: str | int) -> None:
     """A call of the system itself: programs like `mount` would look up what is not there any more."""
-    plain = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]
+    plain = [os.fsencode(argument) if isinstance(argument, str) else argument for argument in arguments]
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*plain) != 0:
         what = " ".join(str(argument) for argument in arguments[:2])
         sys.exit(f"{name} {what} failed: {os.strerror(ctypes.get_errno())}")
