@@ -14,7 +14,9 @@ import torch.distributed as dist
 from grader import run_ranks
 from grader.judging.stories import ending
 from grader.judging.verdicts import Verdict
+from grader.ranks import server
 from grader.ranks.gloos_words import without_gloos_places
+from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import Code, Launcher, Limits, shared_launcher
 from tests.attempts import FORWARD, grade, look, twisted
 
@@ -415,7 +417,8 @@ def test_two_gradings_at_once(tmp_path: Path, launcher: Launcher) -> None:
 
 
 def test_the_machines_fault_is_not_the_learners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
+    no_card = "import socket; socket.if_nameindex = lambda: []; "
+    monkeypatch.setattr(server, "FORK_SERVER", no_card + server.FORK_SERVER)
     launcher = Launcher()
     try:
         report = look(tmp_path, twisted(), launcher)
@@ -423,6 +426,18 @@ def test_the_machines_fault_is_not_the_learners(monkeypatch: pytest.MonkeyPatch,
         launcher.close()
     assert report.verdict == Verdict.GRADER_ERROR
     assert "the ranks could not connect" in report.message
+
+
+@pytest.mark.parametrize("wish", ["off", "on"])
+def test_the_card_that_a_shell_names_is_not_the_ranks(
+    wish: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isolated: Launcher
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
+    launcher = Launcher(Isolation(wish))
+    try:
+        assert look(tmp_path, twisted(), launcher).verdict == Verdict.PASSED
+    finally:
+        launcher.close()
 
 
 def test_what_fails_in_the_keeper_of_the_ranks_is_not_the_learners(tmp_path: Path) -> None:

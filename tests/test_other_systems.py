@@ -44,7 +44,6 @@ def macos(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     """Ranks below a fork server that takes this system for macOS; the loopback device keeps its name."""
     first, begin = FORK_SERVER.rsplit(";", 1)
     monkeypatch.setattr(module, "FORK_SERVER", f"{first}\n{MACOS}\n{begin.strip()}")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     launcher = Launcher()
     yield launcher
     launcher.close()

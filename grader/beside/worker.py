@@ -243,7 +243,8 @@ def _call_function(rank: Rank, arguments: bytes) -> Any:
 def _start_group(world_rank: int, header: dict[str, Any], directory: Path, device: torch.device) -> Any:
     if not header["distributed"]:
         return None
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    cards = {name for _, name in socket.if_nameindex()}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in cards else "lo0"  # whatever a cluster's shell says
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

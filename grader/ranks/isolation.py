@@ -115,9 +115,11 @@ def last_line(text: str) -> str:
 
 
 def inner_environment() -> dict[str, str]:
-    """The environment variables that ranks which are shut in are given."""
+    """The environment variables that ranks which are shut in are given; a network card's name is none."""
     passed = {
-        name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith(FAMILIES)
+        name: value
+        for name, value in os.environ.items()
+        if name in VARIABLES or (name.startswith(FAMILIES) and not name.endswith("_SOCKET_IFNAME"))
     }
     return {**passed, "HOME": "/tmp"}
 
