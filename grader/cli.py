@@ -169,8 +169,9 @@ def run(
 @grade.command("list")
 def list_command() -> None:
     """The lessons and their exercises."""
-    from rich.console import Console
     from rich.table import Table
+
+    from grader.report import Console
 
     whole = {} if sys.stdout.isatty() else {"soft_wrap": True, "width": 120}
     console = Console(highlight=False, **whole)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from grader.early import isolation_for
 from grader.judging.course import find_exercise
@@ -18,7 +17,7 @@ from grader.judging.side_by_side import Neighbours, sensible_jobs, side_by_side
 from grader.judging.verdicts import ExerciseReport, Verdict, readable
 from grader.ranks.faults import CannotGradeError, unforeseen
 from grader.ranks.server import Server
-from grader.report import print_exercise, print_table, summary
+from grader.report import Console, print_exercise, print_table, summary
 from grader.report_file import Record, make_sure_it_can_be_written, write_report
 from grader.statuses import COULD_NOT, FAILED, PASSED
 from grader.work import asked_for, find_work

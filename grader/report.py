@@ -2,8 +2,9 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
-from rich.console import Console
+import rich.console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +27,14 @@ STARS = {Verdict.PASSED: ("★", "yellow"), Verdict.GRADER_ERROR: MARKS[Verdict.
 """Marks of optional checks; of any other verdict, an empty star."""
 FAILURES = (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG, Verdict.OUT_OF_MEMORY)
 WIDTH = 100
+
+
+class Console(rich.console.Console):
+    """Rich's own ends the program with status 1 where nobody reads on, which would speak of the learner."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
 
 Lines = list[tuple[str, str]]
 """Each line with its style, as rich names styles."""

@@ -283,6 +283,36 @@ def test_without_loopback_the_next_step_is_told(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["verdict"] == "could not grade"
 
 
+@pytest.mark.parametrize("asked", [["list"], ["mine.py", *QUICK]], ids=["list", "run"])
+def test_where_nobody_reads_on_the_status_is_not_the_learners(asked: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CORRECT)
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as nobody:
+        command = [sys.executable, "-m", "grader", *asked]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=nobody, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (2, b"")
+
+
+def test_no_module_is_taken_from_where_one_stands(tmp_path: Path) -> None:
+    for name in ("click", "rich", "torch", "lessons"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the one that was meant')")
+    done = subprocess.run(
+        [sys.executable, "-m", "grader", "list"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "copy_to_group" in done.stdout
+
+
+def test_without_docstrings_the_next_step_is_told() -> None:
+    done = grade_in({"PYTHONOPTIMIZE": "2"}, sys.executable, "-m", "grader", "solutions", *QUICK)
+    assert done.returncode == 2 and b"unset PYTHONOPTIMIZE" in done.stderr
+
+
 def test_who_reads_only_the_first_lines_sees_no_traceback() -> None:
     reader = f"{sys.executable} -m grader list | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = grade_in({}, "bash", "-c", textwrap.dedent(reader))

@@ -144,7 +144,10 @@ def check(
         if owner is None:
             raise ValueError(f"check {function.__name__}: declare exercise({name!r}) before it")
         if not function.__doc__:
-            raise ValueError(f"check {function.__name__} has no docstring: the learner reads it")
+            all_left_out = ": unset PYTHONOPTIMIZE, which leaves all out" if sys.flags.optimize > 1 else ""
+            raise ValueError(
+                f"check {function.__name__} has no docstring: the learner reads it{all_left_out}"
+            )
         sentence = " ".join(function.__doc__.split("\n\n")[0].split())
 
         def fits(layout: Layout) -> bool:
