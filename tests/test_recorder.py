@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from grader.beside.measure import storage_bytes
 from grader.ranks.launcher import Code, Limits, RunReport, shared_launcher
 from grader.ranks.recording import Recording
 
@@ -96,6 +97,48 @@ def test_what_dtensor_computes_for_shapes_alone_is_no_work() -> None:
     recording = on_ranks(multiplies_a_dtensor).ranks[0].result["recording"]
     assert recording.flops() == 2 * 4 * 8 * 3
     assert recording.largest_elements <= 4 * 8
+
+
+def answers_for_itself(rank):
+    """What travels, is computed and is kept is a subclass that looks small, and DTensor's question."""
+
+    class Liar(torch.Tensor):
+        fake_mode, dtype = None, torch.bool
+        shape = property(lambda tensor: torch.Size([0, 0]))
+        numel = element_size = dim = lambda tensor: 0
+        untyped_storage = lambda tensor: torch.UntypedStorage(0)  # noqa: E731
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function in (torch.Tensor.numel, torch.Tensor.untyped_storage):
+                return cls.numel(None) if function is torch.Tensor.numel else cls.untyped_storage(None)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    file = f"{torch.__path__[0]}/distributed/tensor/hidden.py"
+    exec(compile("def call(function): return function()", file, "exec"), scope := {})
+
+    def work():
+        whole = torch.zeros(4 * 2, 3).as_subclass(Liar)
+        with torch._C.DisableTorchFunctionSubclass():
+            dist.all_gather_into_tensor(whole, torch.zeros(4, 3), group=rank.group)
+            return torch.ones(5, 8) @ whole
+
+    part = torch.zeros(8, 3)[:2].as_subclass(Liar)
+    with rank.record(memory=True) as recording:
+        product = scope["call"](work)
+    return {"recording": recording, "held": storage_bytes([part]), "product": product}
+
+
+def test_what_a_subclass_says_of_itself_is_not_asked() -> None:
+    for rank in on_ranks(answers_for_itself).ranks:
+        recording: Recording = rank.result["recording"]
+        (event,) = recording.events
+        assert (event.num_bytes, event.num_elements, event.dtype) == (8 * 3 * 4, 8 * 3, "float32")
+        assert event.shape == (8, 3)
+        assert recording.flops() == 2 * 5 * 8 * 3
+        assert recording.largest_elements == 5 * 8
+        assert recording.peak_bytes >= (8 * 3 + 5 * 8) * 4
+        assert rank.result["held"] == 8 * 3 * 4
 
 
 def overlapped(rank):

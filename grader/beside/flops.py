@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from grader.beside.measure import ask
+
 _SECOND_FACTOR = {"mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
 """Products of matrices, and which argument is the second one."""
 
@@ -21,7 +23,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     if formula is None:
         return None
     if second is not None and len(args) > second and type(result) is Tensor:
-        return 2 * result.numel() * args[second].shape[-2]
+        factor = args[second]
+        rows = factor.shape[-2] if type(factor) is Tensor else ask(Tensor.size, factor)[-2]
+        return 2 * result.numel() * rows
     return formula(*args, **kwargs, out_val=result)
 
 

@@ -4,13 +4,14 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+PLAIN = frozenset((Tensor, nn.Parameter))
 
 MOMENT, AT_MOST = 0.02, 1.0
 """Seconds that the threads which carry messages are given, and how long one that has work is waited for."""
@@ -47,11 +48,19 @@ def _collect(value: Any, kind: type[T], found: list[T]) -> None:
             _collect(each, kind, found)
 
 
+def ask(question: Callable[[Tensor], T], tensor: Tensor) -> T:
+    """What torch itself says of a tensor, such as Tensor.numel: a subclass may answer as it likes."""
+    if type(tensor) in PLAIN:
+        return question(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return question(tensor)
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors: a view counts as the whole that it keeps alive."""
     sizes = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = ask(Tensor.untyped_storage, tensor)
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
@@ -89,12 +98,13 @@ def weight_bytes(module: nn.Module) -> int:
 
 def gradient_bytes(module: nn.Module) -> int:
     """Bytes of the gradients that a module's parameters hold."""
-    return storage_bytes(p.grad for p in module.parameters() if p.grad is not None)
+    gradients = (ask(Tensor.grad.__get__, p) for p in module.parameters())
+    return storage_bytes(gradient for gradient in gradients if gradient is not None)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state, scalars such as step counts left out."""
-    return storage_bytes(tensor for tensor in tensors_in(optimizer.state) if tensor.dim() > 0)
+    return storage_bytes(tensor for tensor in tensors_in(optimizer.state) if ask(Tensor.dim, tensor) > 0)
 
 
 def kept_for_backward(model: nn.Module, *inputs: Tensor) -> list[tuple[str, int]]:
@@ -107,11 +117,12 @@ def kept_for_backward(model: nn.Module, *inputs: Tensor) -> list[tuple[str, int]
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
         handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    weights = (*model.parameters(), *model.buffers())
+    own = {ask(Tensor.untyped_storage, tensor).data_ptr() for tensor in weights}
     kept: dict[int, tuple[str, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = ask(Tensor.untyped_storage, tensor)
         if storage.data_ptr() not in own:
             kept.setdefault(storage.data_ptr(), (running[-1], storage.nbytes()))
         return tensor

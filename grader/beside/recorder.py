@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grader.beside.flights import WAITING, Flights
 from grader.beside.flops import flops_of
-from grader.beside.measure import tensors_in
+from grader.beside.measure import ask, tensors_in
 from grader.beside.unseen import most_calls, world_ranks
 from grader.ranks.recording import Event, Recording, Totals
 
@@ -76,9 +76,15 @@ def _unfolds(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
+def _has_no_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor is a fake one: it may say that it lies on the CPU, but its storage lies nowhere."""
+    strided = ask(Tensor.layout.__get__, tensor) == torch.strided
+    return strided and ask(Tensor.untyped_storage, tensor).device.type == "meta"
+
+
 def _is_for_shapes_alone(tensors: list[Tensor]) -> bool:
     """Whether DTensor asks, on tensors without numbers, what an operation on the whole would give."""
-    some = any(type(t) is not Tensor and hasattr(t, "fake_mode") for t in tensors)
+    some = any(type(t) is not Tensor and _has_no_numbers(t) for t in tensors)
     frame: FrameType | None = sys._getframe(1) if some else None
     while frame is not None and not frame.f_code.co_filename.startswith(_DTENSOR):
         frame = frame.f_back
@@ -224,12 +230,14 @@ class Recorder(TorchDispatchMode):
         scale: int = 1,
     ) -> Event:
         file, line, called_op = self._place(looking_for_op=kind in _REDUCTIONS and not op)
+        counts = [ask(Tensor.numel, t) for t in tensors]
+        sizes = [ask(Tensor.element_size, t) for t in tensors]
         return Event(
             kind=kind,
-            num_bytes=sum(t.numel() * t.element_size() for t in tensors) * scale,
-            num_elements=sum(t.numel() for t in tensors) * scale,
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            shape=tuple(tensors[0].shape) if tensors else (),
+            num_bytes=sum(n * size for n, size in zip(counts, sizes, strict=True)) * scale,
+            num_elements=sum(counts) * scale,
+            dtype=str(ask(Tensor.dtype.__get__, tensors[0])).removeprefix("torch.") if tensors else "",
+            shape=tuple(ask(Tensor.size, tensors[0])) if tensors else (),
             group=group,
             peer=peer,
             op=op or called_op,
@@ -295,18 +303,19 @@ class Window:
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, event: Event | None, index: int) -> None:
         """Count one operation that has just run."""
         tensors = [result] if type(result) is Tensor else tensors_in(result)
-        if _is_for_shapes_alone(tensors):
-            return
         if event is not None:
             self.add(event)
+        if _is_for_shapes_alone(tensors):
+            return
         flops = flops_of(func, args, kwargs, result)
         if flops is not None:
             totals = self._recording.totals[self.mark_name]
             totals.flops += flops
             totals.last_compute = index
         for tensor in tensors:
-            if tensor.numel() > self._recording.largest_elements:
-                self._recording.largest_elements = tensor.numel()
+            num_elements = tensor.numel() if type(tensor) is Tensor else ask(Tensor.numel, tensor)
+            if num_elements > self._recording.largest_elements:
+                self._recording.largest_elements = num_elements
         if self._memory:
             given = _storages([*tensors_in(args), *tensors_in(kwargs)])
             for key, storage in {**_storages(tensors), **given}.items():
@@ -341,10 +350,10 @@ class Window:
 
     def watch_saved(self, ignore: Iterable[Tensor]) -> AbstractContextManager:
         """Count the distinct storages that autograd keeps for backward, without those of `ignore`."""
-        ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
+        ignored = {ask(Tensor.untyped_storage, tensor).data_ptr() for tensor in ignore}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
+            storage = ask(Tensor.untyped_storage, tensor)
             if storage.data_ptr() not in ignored:
                 self._saved[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()
@@ -354,7 +363,11 @@ class Window:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
     """The storages behind some tensors, by their address."""
-    storages = [t.untyped_storage() for t in tensors if t.device.type != "meta"]
+    storages = [
+        t.untyped_storage() if type(t) is Tensor else ask(Tensor.untyped_storage, t)
+        for t in tensors
+        if (t.device if type(t) is Tensor else ask(Tensor.device.__get__, t)).type != "meta"
+    ]
     return {storage._cdata: storage for storage in storages}
 
 
