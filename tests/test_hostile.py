@@ -26,7 +26,7 @@ from grader.ranks.launcher import ROOT, Code, Launcher, Limits
 from grader.ranks.recording import Event
 from grader.report import summary
 from grader.work import find_work
-from tests.attempts import FORWARD, grade, look, twisted
+from tests.attempts import FORWARD, MECHANISM, grade, look, twisted
 
 REFERENCE = ROOT / "solutions" / "tensor_parallel.py"
 LIMITS = Limits(timeout=20)
@@ -136,6 +136,22 @@ REPLACING = {
     """,
 }
 
+PUT_BACK = """
+    from grader.beside.recorder import Window
+    before = vars(Window)[{name!r}]
+    Window.{name} = lambda *a: None
+    try: dist.all_reduce(torch.ones(3), group=group)
+    except Exception: pass
+    finally: Window.{name} = before
+"""
+MADE_UP = """
+    import gc
+    from grader.beside.recorder import Window
+    from grader.ranks.recording import Event
+    dist.all_reduce(torch.ones(3), group=group)
+    windows = [thing for thing in gc.get_objects() if type(thing) is Window]
+    for window in windows: {line}
+"""
 LYING = """
     class Liar(torch.Tensor):
         def __eq__(self, other): return torch.tensor(True)
@@ -306,6 +322,29 @@ def test_replaced_tools_are_refused(name: str, tmp_path: Path, launcher: Launche
     report = look(tmp_path, twisted(REPLACING[name]), launcher)
     assert report.verdict == Verdict.REFUSED
     assert name in report.message
+
+
+@pytest.mark.parametrize("name", ["add", "see", "saw_wait"])
+def test_tools_that_are_put_back_are_refused(name: str, tmp_path: Path, launcher: Launcher) -> None:
+    report = look(tmp_path, twisted(PUT_BACK.format(name=name)), launcher, MECHANISM)
+    assert report.verdict == Verdict.REFUSED
+    assert f"it replaces grader.beside.recorder.Window.{name}" in report.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "window._recording.events.clear()",
+        "window.add(Event('send', 4, 1, 'float32', (1,), (0, 1), 0, '', True, '', 0, '', 1))",
+    ],
+    ids=["hidden", "made up"],
+)
+def test_a_recording_is_what_was_written_down_event_by_event(
+    line: str, tmp_path: Path, launcher: Launcher
+) -> None:
+    report = look(tmp_path, twisted(MADE_UP.format(line=line)), launcher, MECHANISM)
+    assert report.verdict == Verdict.REFUSED
+    assert "what was recorded is not what the list of events says" in report.cause
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,21 @@ def test_what_a_subclass_says_of_itself_is_not_asked() -> None:
         assert rank.result["held"] == 8 * 3 * 4
 
 
+def tries_a_rank_that_is_not_there(rank):
+    with rank.record() as recording:
+        try:
+            rank.group.send([torch.ones(3)], 9, 0)
+        except IndexError:
+            dist.all_reduce(torch.ones(3), group=rank.group)
+    return {"recording": recording}
+
+
+def test_what_could_not_begin_is_no_communication() -> None:
+    for rank in on_ranks(tries_a_rank_that_is_not_there).ranks:
+        assert rank.result["recording"].kinds() == ["all_reduce"]
+        assert [event.kind for event in rank.events] == ["send", "all_reduce"]
+
+
 def overlapped(rank):
     first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 

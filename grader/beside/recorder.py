@@ -111,6 +111,7 @@ class Recorder(TorchDispatchMode):
         is_learner: tells whether a code file is the learner's.
         delay_seed: when given, each communication waits up to 20 ms first, so that what is right by
             luck of timing goes wrong.
+        on_wait: called when a handle is asked for its end.
     """
 
     def __init__(
@@ -118,9 +119,11 @@ class Recorder(TorchDispatchMode):
         on_event: Callable[[Event], None],
         is_learner: Callable[[str], bool],
         delay_seed: int | None = None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._on_event = on_event
+        self._on_wait = on_wait
         self._is_learner = is_learner
         self._delays = None if delay_seed is None else random.Random(delay_seed)
         self._index = 0
@@ -148,13 +151,13 @@ class Recorder(TorchDispatchMode):
         """
         if self._window is not None:
             raise RuntimeError("record() inside record()")
-        window = Window(memory)
+        window = Window(memory, self._index)
         self._window = window
         try:
             with window.watch_saved(ignore) if saved else nullcontext():
                 yield window
         finally:
-            window.close()
+            window.close(self._index)
             self._window = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,13 +169,18 @@ class Recorder(TorchDispatchMode):
         communicates = _communicates(func)
         event = self._event(func, args, kwargs) if communicates else None
         self.flights.before(func, args, kwargs, event)
-        if event is not None:
-            self._on_event(event)
-            if event.peer is not None and not 0 <= event.peer < len(event.group):
-                raise IndexError(f"there is no rank {event.peer} in a group of {len(event.group)}")
-            if self._delays is not None:
-                time.sleep(self._delays.uniform(0.0, 0.02))
-        result = func(*args, **kwargs)
+        try:
+            if event is not None:
+                self._on_event(event)
+                if event.peer is not None and not 0 <= event.peer < len(event.group):
+                    raise IndexError(f"there is no rank {event.peer} in a group of {len(event.group)}")
+                if self._delays is not None:
+                    time.sleep(self._delays.uniform(0.0, 0.02))
+            result = func(*args, **kwargs)
+        except BaseException:
+            if event is not None and self._window is not None:
+                self._window.did_not_start(event)
+            raise
         if event is not None and func.namespace == "c10d":
             self.flights.started(func, args, event, result)
         if self._window is not None:
@@ -192,6 +200,7 @@ class Recorder(TorchDispatchMode):
 
     def saw_wait(self, handle: Any, blocks: bool) -> None:
         """Count that somebody asked a handle, such as `isend` returns, for its end."""
+        self._on_wait()
         self.flights.waited(handle, blocks)
         if self._window is not None:
             self._window.saw_wait()
@@ -270,8 +279,8 @@ class Recorder(TorchDispatchMode):
 class Window:
     """One recorded stretch, while it is being recorded."""
 
-    def __init__(self, memory: bool) -> None:
-        self._recording = Recording()
+    def __init__(self, memory: bool, index: int) -> None:
+        self._recording = Recording(span=(index, index))
         self._memory = memory
         self._alive: dict[int, tuple[int, Any]] = {}  # storage → bytes when last looked at, a weak reference
         self._alive_bytes = 0
@@ -288,13 +297,17 @@ class Window:
         self._recording.alive_at[name] = self._alive_bytes
         self._recording.totals.setdefault(name, Totals())
 
-    def close(self) -> None:
+    def close(self, index: int) -> None:
+        self._recording.span = self._recording.span[0], index
         self._measure_again()
         self._recording.alive_at["end"] = self._alive_bytes
         self._recording.saved_bytes = sum(self._saved.values())
 
     def add(self, event: Event) -> None:
         self._recording.events.append(event)
+
+    def did_not_start(self, event: Event) -> None:
+        self._recording.failed.append(event.index)
 
     def saw_wait(self) -> None:
         self._recording.totals[self.mark_name].waits += 1

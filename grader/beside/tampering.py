@@ -18,12 +18,16 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional
 from torch.utils import _python_dispatch
+
+from grader.beside import recorder
+from grader.ranks.event_log import EventLog
 
 READING_GIT = {
     "archive",
@@ -41,6 +45,7 @@ PROCESS_EVENTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", 
 _MODULE = re.compile(r"(?<![\w/.-])(?:\./)?solutions[/.](\w+)")
 _IMPORT = re.compile(r"\b(?:from|import)\s+solutions\b")
 FUNCTION_PARTS = {"__code__", "__defaults__", "__kwdefaults__"}
+WRITES_DOWN = (recorder, recorder.Recorder, recorder.Window, EventLog)
 HARMLESS = {"print", "input", "breakpoint", "__repr__", "__str__", "__format__"}
 """What people replace for honest reasons, such as to see more of a tensor."""
 
@@ -83,6 +88,7 @@ class Guard:
             dist.distributed_c10d,
         ]
         self._places = [Place(place) for place in dict.fromkeys([*others, *modules, *classes])]
+        self._near = [place.at_a_glance() for place in self._places if place.owner in WRITES_DOWN]
         tools = (tool for place in self._places for tool in place.tools.values())
         self._tools = frozenset(id(getattr(tool, "__func__", tool)) for tool in tools)
         self._replaced = Place.replaced  # not looked up later: a submission could put its own there
@@ -98,6 +104,15 @@ class Guard:
             folders = tuple(os.path.realpath(path) for path in forbidden)
             sys.addaudithook(_hook(folders, self._tools, self._violations, shut_in))
             self._watching = True
+
+    def glance(self) -> None:
+        """The same of what writes communication down, while it does: it may be put back afterwards."""
+        for now, length, fetch, tools, place in self._near:
+            if len(now) == length and all(map(is_, fetch(now), tools)):
+                continue
+            if name := self._replaced(place):
+                self._violations.append(f"it replaces {name}")
+                raise RefusedError(self._violations[0])
 
     def verify(self) -> None:
         """Raises RefusedError when the submission read the reference or replaced a tool."""
@@ -140,6 +155,15 @@ class Place:
             if _is_tool(now[name], False):
                 return self._called(name)
         return ""
+
+    def at_a_glance(self) -> tuple[Any, int, itemgetter, tuple[Any, ...], "Place"]:
+        """What `Guard.glance` looks at: of a module, its own functions.
+
+        The members as they are, how many they were, what fetches tools from them, and what these were.
+        """
+        names = [name for name, tool in self.tools.items() if isinstance(tool, types.FunctionType)]
+        now = vars(self.owner)
+        return now, len(now), itemgetter(*names), tuple(now[name] for name in names), self
 
     def _called(self, name: str) -> str:
         module = "" if isinstance(self.owner, types.ModuleType) else f"{self.owner.__module__}."

@@ -190,15 +190,18 @@ def _work(
         torch.set_deterministic_debug_mode("warn")
     is_learner = _learner_code(order)
 
+    guarded = order["guarded"]
+    glance = guard.glance if guarded else lambda: None
+
     def on_event(event: Event) -> None:
+        glance()
         log.add(dumps(vars(event)).encode())
 
-    recorder = Recorder(on_event, is_learner, order["delay_seed"])
+    recorder = Recorder(on_event, is_learner, order["delay_seed"], on_wait=glance)
     current.recorder = recorder
     current.number += 1
     _seed(order["seed"], device)
     members = header["group"]
-    guarded = order["guarded"]
     if guarded:
         guard.watch(order["forbidden"], header["shut_in"])
     if world_rank not in members:

@@ -50,6 +50,11 @@ class EventLog:
         return self._memory[_HEAD.size : min(end, ROOM)]
 
 
+def is_whole(contents: bytes, num_events: int) -> bool:
+    """Whether every event has found room."""
+    return num_events < MOST_EVENTS and len(contents) + MAX_EVENT < ROOM - _HEAD.size
+
+
 def events_in(contents: bytes) -> Iterator[bytes]:
     """The events, one by one. Raises ValueError for what `add` does not write."""
     begin, count = 0, 0

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from grader.ranks import plain
 from grader.ranks.by_value import function_by_value
-from grader.ranks.event_log import events_in
+from grader.ranks.event_log import events_in, is_whole
 from grader.ranks.faults import CannotGradeError
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.gloos_words import without_gloos_places
 from grader.ranks.isolation import ROOT, Isolation
 from grader.ranks.limits import Limits
-from grader.ranks.recording import Event, Race
+from grader.ranks.recording import Event, Race, recordings_in
 from grader.ranks.server import Server
 from grader.ranks.turn import STOPPED, Turn
 
@@ -315,7 +315,7 @@ class Session:
             orders.append({**order, "arguments": list(mine), "seed": seed, "delay_seed": delay})
         summary, answers, fresh = self._ask(header, code, orders)
         ranks = [
-            _read_rank(state, answer, self._token)
+            _read_rank(state, answer, self._token, graded=probe is not None)
             for state, answer in zip(summary["ranks"], answers, strict=True)
         ]
         ended = _ending(summary["ended"], ranks)
@@ -358,8 +358,12 @@ def _without_an_answer(ended: str, num_orders: int, reason: str = "") -> tuple[d
     return {"ended": ended, "seconds": 0.0, "ranks": ranks, "reason": reason}, [Answer()] * num_orders
 
 
-def _read_rank(state: dict[str, Any], answer: Answer, token: bytes) -> RankReport:
-    """What a rank sent, as plain data. Whatever is not in the grader's own form counts as forged."""
+def _read_rank(state: dict[str, Any], answer: Answer, token: bytes, graded: bool) -> RankReport:
+    """What a rank sent, as plain data. Whatever is not in the grader's own form counts as forged.
+
+    Args:
+        graded: what was recorded comes from the rank's own recorder, and so does its list of events.
+    """
     report, record = RankReport(**state), answer.record
     report.output = without_gloos_places(report.output)
     try:
@@ -373,9 +377,14 @@ def _read_rank(state: dict[str, Any], answer: Answer, token: bytes) -> RankRepor
                 raise ValueError("an error with more text than the grader tells")
             report.error = _error(json.loads(record[TOKEN_BYTES:]))
         else:
-            answer = plain.decode(record[TOKEN_BYTES:], plain.MAX_TEXT)
-            report.result = answer["result"]
-            report.races = [Race.from_plain(race) for race in answer["races"]]
+            told = plain.decode(record[TOKEN_BYTES:], plain.MAX_TEXT)
+            report.result = told["result"]
+            report.races = [Race.from_plain(race) for race in told["races"]]
+            recordings = recordings_in(report.result) if graded else ()
+            if is_whole(answer.events, len(report.events)) and not all(
+                recording.agrees(report.events) for recording in recordings
+            ):
+                raise ValueError("what was recorded is not what the list of events says")
     except Exception as error:
         report.status, report.error = "forged", {"message": str(error)[:300]}
     return report

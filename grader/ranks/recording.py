@@ -1,6 +1,6 @@
 """What was recorded on one rank, as plain data: communication, FLOPs and bytes, in order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,6 +16,9 @@ COLLECTIVES = (
     "barrier",
 )
 
+
+_LISTS = ("waited_after", "span", "failed")
+"""Fields of a recording that are numbers in a row."""
 
 MARK = "__recording__"
 """The key that tells a recording from other dictionaries on the wire."""
@@ -142,6 +145,10 @@ class Recording:
     """The most bytes, of storages made while recording, that were there at once."""
     largest_elements: int = 0
     """Elements of the largest tensor that an operation returned."""
+    span: tuple[int, int] = (0, 0)
+    """How many operations of this rank there had been when it began, and when it ended."""
+    failed: list[int] = field(default_factory=list)
+    """`Event.index` of what raised an error where it should have started."""
 
     def to_plain(self) -> dict[str, Any]:
         events = [vars(event) for event in self.events]
@@ -153,17 +160,18 @@ class Recording:
         """Read a recording. Raises ValueError, KeyError or TypeError for anything that is not one."""
         told = dict(plain[MARK])
         events, totals = told.pop("events"), told.pop("totals")
-        waited, alive = told.pop("waited_after"), told.pop("alive_at")
+        lists, alive = {name: told.pop(name) for name in _LISTS}, told.pop("alive_at")
         for numbers in (told, alive, *totals.values()):
             if type(numbers) is not dict or not _are_numbers(list(numbers.values()), list):
                 raise ValueError("not a recording")
-        if not _are_numbers(waited, list):
+        if not all(_are_numbers(numbers, list) for numbers in lists.values()) or len(lists["span"]) != 2:
             raise ValueError("not a recording")
+        lists["span"] = tuple(lists["span"])
         return cls(
             events=[Event.from_plain(event) for event in events],
             totals={name: Totals(**total) for name, total in totals.items()},
-            waited_after=waited,
             alive_at=alive,
+            **lists,
             **told,
         )
 
@@ -203,3 +211,22 @@ class Recording:
     def alive(self, mark: str) -> int:
         """Bytes of storages made while recording that were still there at a mark, or at the "end"."""
         return self.alive_at[mark]
+
+    def agrees(self, log: list[Event]) -> bool:
+        """Whether its events are those that a rank has written down one by one before they began."""
+        first, last = self.span
+        began = [e for e in log if first < e.index <= last and e.index not in self.failed]
+        return sorted(self.events, key=_index) == sorted(began, key=_index)
+
+
+def _index(event: Event) -> int:
+    return event.index
+
+
+def recordings_in(value: Any) -> Iterator[Recording]:
+    """The recordings in a decoded result."""
+    if isinstance(value, Recording):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from recordings_in(item)
