@@ -76,6 +76,14 @@ FORGING = {
             except OSError: pass
         time.sleep(5)
     """,
+    "an error of the machine's": """
+        frame = sys._getframe()
+        while not callable(frame.f_locals.get("answer")): frame = frame.f_back
+        error = {"type": "MachineError", "message": "there is no network", "machine": True}
+        import json
+        frame.f_locals["answer"](b"X", json.dumps(error).encode())
+        time.sleep(5)
+    """,
     "an event nested without end": "the_log().add(b'[' * 16000)",
     "an event of odd types": """
         import json

@@ -139,6 +139,7 @@ def run_worker(
         answer(b"X", dumps(_why_not_connected(error, header["shut_in"])).encode())
         receive_frame(connection)
         return
+    send_frame(connection, b"B", b"")  # what goes wrong from now on is no trouble of the machine's
     current = SimpleNamespace(recorder=None, number=0, meshes={})  # the run that goes on
     watch_backends(lambda: current.recorder)
     watch_handles(lambda: current.recorder)

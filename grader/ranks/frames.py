@@ -42,7 +42,7 @@ class FrameBuffer:
         messages = []
         while len(self._data) >= 9:
             kind, length = struct.unpack_from("<cQ", self._data)
-            if length > MAX_FRAME or kind not in b"RX":
+            if length > MAX_FRAME or kind not in b"BRX":
                 raise ValueError(NOT_OURS)
             if len(self._data) < 9 + length:
                 break

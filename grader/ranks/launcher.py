@@ -60,6 +60,7 @@ class RankReport:
     status: str
     result: Any = None
     error: dict[str, Any] | None = None
+    began: bool = False
     events: list[Event] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     exit_code: int | None = None
@@ -376,6 +377,8 @@ def _read_rank(state: dict[str, Any], answer: Answer, token: bytes, graded: bool
             if len(record) > plain.MAX_TEXT:
                 raise ValueError("an error with more text than the grader tells")
             report.error = _error(json.loads(record[TOKEN_BYTES:]))
+            if report.error["machine"] and report.began:
+                raise ValueError("an error that the grader did not write")
         else:
             told = plain.decode(record[TOKEN_BYTES:], plain.MAX_TEXT)
             report.result = told["result"]

@@ -67,6 +67,8 @@ class RankState:
     status: str = "running"
     """running, done (a complete record), failed (it raised), dead (it ended without a word), forged."""
     error: dict[str, Any] | None = None
+    began: bool = False
+    """It was connected with the others, and then only was there code of the submission in it."""
     exit_code: int | None = None
     stack: str = ""
     """Where it stood when it was stopped, innermost call first, as faulthandler writes it."""
@@ -171,7 +173,7 @@ class _Run:
         self.header = json.loads(body)
         self.began, self.ended, self.cpu = time.monotonic(), "", {}
         for rank in self.ranks:
-            rank.state, rank.record = RankState(), b""
+            rank.state, rank.record = RankState(began=True), b""
             rank.log.clear()
         self._tell_all(signal.SIGCONT)
         self._hand_out_orders()
@@ -294,6 +296,8 @@ class _Run:
         state = rank.state
         if state.status != "running":
             self._finish(rank, "forged", {"message": "a rank sent more than one result"})
+        elif kind == b"B":
+            state.began = True
         elif kind == b"R":
             rank.record = body
             self._finish(rank, "done")
