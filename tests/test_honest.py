@@ -37,6 +37,17 @@ STYLES = {
         torch.Tensor.__repr__ = lambda self, **options: "a tensor"
         torch.nn.Module.number = lambda self: 1
         builtins.print = lambda *values, **options: None
+        torch.nn.Dropout.__repr__ = lambda self: "a dropout"
+        sys.excepthook = sys.displayhook = lambda *values: None
+    """,
+    "objects whose methods are replaced, and optimizers": """
+        from nanogpt.model import GPT, GPTConfig
+        model = GPT(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4))
+        wrapped = lambda forward: lambda *a: forward(*a)
+        for module in model.modules(): module.forward = wrapped(module.forward)
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+            model(torch.zeros(1, 4, dtype=torch.long))[0].sum().backward()
+            kind(model.parameters(), lr=0.1).step()
     """,
     "programs and processes": """
         import multiprocessing, subprocess

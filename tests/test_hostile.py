@@ -137,6 +137,14 @@ REPLACING = {
     """,
     "torch.nn.functional.mse_loss": "torch.nn.functional.mse_loss.__code__ = (lambda *a: 0).__code__",
     "torch.nn.functional.cross_entropy": "torch.nn.functional.cross_entropy.__defaults__ = (None,)",
+    "torch.nn.modules.dropout.Dropout.forward": "torch.nn.Dropout.forward = lambda self, x: x",
+    "nanogpt.model.GPT.forward": "import nanogpt.model; nanogpt.model.GPT.forward = print",
+    "torch.autograd.graph.saved_tensors_hooks.__enter__": """
+        torch.autograd.graph.saved_tensors_hooks.__enter__ = lambda self: None
+    """,
+    "random.Random.uniform": "import random; random.Random.uniform = lambda *a: 0.0",
+    "sys._getframe": "before = sys._getframe; sys._getframe = lambda depth=0: before(depth + 1)",
+    "weakref.ref": "import weakref; weakref.ref = lambda thing, *a: lambda: thing",
     "torch.equal": """
         import grader.beside.tampering
         grader.beside.tampering.Guard.verify = grader.beside.tampering.Place.replaced = lambda self: ""

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import pickle
+import random
 import re
 import shlex
 import socket
@@ -16,7 +17,8 @@ import struct
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Sequence, Set
 from functools import cache
 from operator import is_, itemgetter
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional
+from torch import nn
 from torch.utils import _python_dispatch
 
 from grader.beside import recorder
@@ -46,6 +49,27 @@ _MODULE = re.compile(r"(?<![\w/.-])(?:\./)?solutions[/.](\w+)")
 _IMPORT = re.compile(r"\b(?:from|import)\s+solutions\b")
 FUNCTION_PARTS = {"__code__", "__defaults__", "__kwdefaults__"}
 WRITES_DOWN = (recorder, recorder.Recorder, recorder.Window, EventLog)
+MEASURED_WITH = (
+    torch.autograd.graph.saved_tensors_hooks,
+    nn.Dropout,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.Linear,
+    nn.ModuleList,
+    nn.Parameter,
+    nn.Sequential,
+    random.Random,
+    weakref,
+)
+"""What probes build on and the recorder uses, and not all of torch: a look at a class copies ten pages.
+
+No optimizer, since torch itself gives these classes another `step` when the first one is made.
+"""
+SINGLE_TOOLS = ((sys, "_getframe"), (random, "Random"))
+"""Of modules that programs change for honest reasons, such as to see more of an exception."""
+OF_OBJECTS = ": give objects of yours another one, and not their class"
+MODEL = "nanogpt.model"
+OURS = ("grader.", MODEL)
 HARMLESS = {"print", "input", "breakpoint", "__repr__", "__str__", "__format__"}
 """What people replace for honest reasons, such as to see more of a tensor."""
 
@@ -59,12 +83,7 @@ class Guard:
 
     def __init__(self) -> None:
         modules = [module for name, module in sys.modules.items() if name.startswith("grader.")]
-        classes = [
-            value
-            for module in modules
-            for value in vars(module).values()
-            if isinstance(value, type) and value.__module__.startswith("grader.")
-        ]
+        classes = [kind for module in modules for kind in _classes_of(module)]
         others = [
             builtins,
             gc,
@@ -86,8 +105,11 @@ class Guard:
             _python_dispatch.TorchDispatchMode,
             dist,
             dist.distributed_c10d,
+            *MEASURED_WITH,
+            *_classes_of(sys.modules.get(MODEL)),
         ]
         self._places = [Place(place) for place in dict.fromkeys([*others, *modules, *classes])]
+        self._places += [Place(owner, {name}) for owner, name in SINGLE_TOOLS]
         self._near = [place.at_a_glance() for place in self._places if place.owner in WRITES_DOWN]
         tools = (tool for place in self._places for tool in place.tools.values())
         self._tools = frozenset(id(getattr(tool, "__func__", tool)) for tool in tools)
@@ -125,12 +147,13 @@ class Guard:
 
 
 class Place:
-    """A module or class, as it was."""
+    """A module or class, as it was: all of it, or a few names alone."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, only: Set[str] = frozenset()) -> None:
         self.owner = owner
         ours = getattr(owner, "__name__", "").startswith("grader.")
-        members = {name: value for name, value in vars(owner).items() if name not in HARMLESS}
+        names = only or vars(owner).keys() - HARMLESS
+        members = {name: value for name, value in vars(owner).items() if name in names}
         self.tools = {name: value for name, value in members.items() if _is_tool(value, ours)}
         tables = {
             name: value
@@ -139,7 +162,7 @@ class Place:
         }
         self.tables = {name: (table, dict(table)) for name, table in tables.items()}
         self.inherited = (
-            frozenset(dir(owner)) - vars(owner).keys() if isinstance(owner, type) else frozenset()
+            frozenset(dir(owner)) - vars(owner).keys() - HARMLESS if isinstance(owner, type) else frozenset()
         )
 
     def replaced(self) -> str:
@@ -167,7 +190,15 @@ class Place:
 
     def _called(self, name: str) -> str:
         module = "" if isinstance(self.owner, types.ModuleType) else f"{self.owner.__module__}."
-        return f"{module}{getattr(self.owner, '__qualname__', self.owner.__name__)}.{name}"
+        called = f"{module}{getattr(self.owner, '__qualname__', self.owner.__name__)}.{name}"
+        is_layer = isinstance(self.owner, type) and issubclass(self.owner, nn.Module)
+        return called + (OF_OBJECTS if is_layer and self.owner is not nn.Module else "")
+
+
+def _classes_of(module: types.ModuleType | None) -> list[type]:
+    """The classes of the course's own that a module names; none where it was not there to be imported."""
+    named = vars(module).values() if module else ()
+    return [value for value in named if isinstance(value, type) and value.__module__.startswith(OURS)]
 
 
 def _is_tool(value: Any, modules_too: bool) -> bool:
