@@ -230,7 +230,8 @@ def _work(
         if hidden and guarded:
             raise RefusedError(
                 f"{hidden} of its calls to torch.distributed went past the recorder: "
-                "they were made in another thread, or with dispatch modes switched off"
+                "they were made in another thread, inside a torch.library custom op, or with dispatch modes "
+                "switched off"
             )
         return result
     finally:

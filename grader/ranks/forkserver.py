@@ -53,6 +53,8 @@ def main() -> None:
         with contextlib.suppress(Exception):  # not there, or being edited: who needs it will hear why
             importlib.import_module(module)
     torch.compiler.reset()  # torch's compiler puts its own torch.manual_seed in place when it is first needed
+    with contextlib.suppress(Exception):  # and its own nn.Module.__init__, as flex_attention needs it
+        importlib.import_module("torch._dynamo.mutation_guard").install_generation_tagging_init()
     gc.freeze()  # a rank that collects its garbage must not copy every page that holds an object of ours
     gc.enable()
     control = socket.socket(fileno=int(sys.argv[1]))
