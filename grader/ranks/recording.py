@@ -164,7 +164,8 @@ class Recording:
         for numbers in (told, alive, *totals.values()):
             if type(numbers) is not dict or not _are_numbers(list(numbers.values()), list):
                 raise ValueError("not a recording")
-        if not all(_are_numbers(numbers, list) for numbers in lists.values()) or len(lists["span"]) != 2:
+        rows = all(_are_numbers(numbers, list, tuple) for numbers in lists.values())
+        if not rows or len(lists["span"]) != 2:
             raise ValueError("not a recording")
         lists["span"] = tuple(lists["span"])
         return cls(
