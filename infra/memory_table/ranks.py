@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from grader.beside.measure import storage_bytes, tensors_in
 from grader.beside.recorder import Recorder, Window
 from grader.ranks.box import raise_loopback
-from grader.ranks.recording import Recording, revive
+from grader.ranks.recording import Recording
 from infra.memory_table.gloo import asked_for, beyond
 from infra.memory_table.single import collectives
 from infra.memory_table.ways import ONE_RANK, Way, makers, train_config
@@ -89,7 +89,7 @@ def _collective(
     with recorder() as opened, opened.record() as window:
         call()
     looks = [witness.look(call) for _ in range(witnessed)] if witness else []
-    return {"name": name, "by": by, "sent": sent(revive(window.to_plain()), looks, {})}
+    return {"name": name, "by": by, "sent": sent(Recording.from_plain(window.to_plain()), looks, {})}
 
 
 def recorder() -> Recorder:
@@ -180,7 +180,7 @@ class _Run:
         del trainer.parallel.update
         self.watching.window = None
         self.losses.append(trainer.parallel.mean_loss(loss).item())
-        self.recording: Recording = revive(window.to_plain())
+        self.recording = Recording.from_plain(window.to_plain())
 
     def witnessed_step(self, witness: Witness) -> None:
         """One step while rank 0 counts what travels."""
