@@ -2,10 +2,10 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -314,6 +314,6 @@ def test_without_docstrings_the_next_step_is_told() -> None:
 
 
 def test_who_reads_only_the_first_lines_sees_no_traceback() -> None:
-    reader = f"{sys.executable} -m grader list | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = grade_in({}, "bash", "-c", textwrap.dedent(reader))
+    reader = f"{shlex.quote(sys.executable)} -m grader list | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = grade_in({}, "bash", "-c", reader)
     assert done.stderr == b""
