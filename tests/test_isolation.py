@@ -1,5 +1,6 @@
 """Ranks that are shut in: what they can not see, reach or write; and machines that do not allow it."""
 
+import json
 import os
 import socket
 import subprocess
@@ -196,6 +197,15 @@ def test_what_lies_in_a_hidden_folder_is_graded_and_stays_hidden(isolated: Launc
         assert not ask(launcher, find, str(ROOT / "tests"))
     finally:
         launcher.close()
+
+
+def test_a_course_that_lies_in_a_folder_called_solutions_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated: Launcher
+) -> None:
+    """Beside that folder lies the submission, and what is called so there is hidden."""
+    monkeypatch.setattr("grader.ranks.isolation.ROOT", tmp_path / "solutions" / "course")
+    plan = json.loads(isolated_command(["true"], Isolation("on", (tmp_path,)))[-1])
+    assert str(tmp_path / "solutions") not in plan["hidden"]
 
 
 ODD_MACHINE = """

@@ -131,7 +131,7 @@ def _unfit(actual: object, expected: Tensor, coarse: bool) -> str:
     ):
         return f"is {actual.dtype} where {expected.dtype} is expected"
     if not coarse and not exact and actual.is_floating_point() and actual.element_size() < 4:
-        return f"is {actual.dtype}, which has fewer digits than the numbers that it was computed from"
+        return f"is {actual.dtype} where torch.float32 or finer is expected"
     return ""
 
 
