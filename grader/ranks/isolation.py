@@ -79,9 +79,8 @@ def isolated_command(command: list[str], isolation: Isolation) -> list[str]:
     if shutil.which("unshare") is None:
         raise OSError("this system has no `unshare` (of util-linux)")
     shown, links = _through_links(_shown(isolation))
-    hidden = [
-        path for path in _hidden(isolation) if not ROOT.is_relative_to(path)
-    ]  # "solutions" may be above
+    # The course itself may lie in a folder that is called as what is hidden.
+    hidden = [path for path in _hidden(isolation) if not ROOT.is_relative_to(path)]
     shown = [path for path in shown if not any(Path(path).is_relative_to(folder) for folder in hidden)]
     plan = {
         "command": command,
