@@ -6,6 +6,8 @@ A cause is said where the words leave one alone; where they leave several, the n
 import re
 from collections.abc import Sequence
 
+from grader.judging.group_and_world import A_GROUPS_FOR_A_WORLDS, A_WORLDS_FOR_A_GROUPS
+
 _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"network is unreachable|name resolution|name or service not known|^URLError|^gaierror",
@@ -84,7 +86,8 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"[Tt]ensors? (must|has to) be contiguous",
         "a tensor that does not lie in one piece of memory was sent: only contiguous ones travel",
-        "Send x.contiguous(); what arrives in a copy must be copied back.",
+        "Send x.contiguous(). Of such a tensor contiguous(), flatten() and reshape() are copies: what "
+        "arrives in a copy, or is summed there, must be copied back.",
     ),
     (
         r"view size is not compatible",
@@ -119,6 +122,16 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "a row is looked up that is not there",
         "Is it a number of the whole, where this rank's part is shorter, or -1, which is ignored? Subtract "
         "the part's first index, and mask what lies outside of it.",
+    ),
+    (
+        r"Global rank \d+ is not part of group",
+        A_GROUPS_FOR_A_WORLDS,
+        "Pass group_src=, group_dst= or group_peer= (of P2POp, too), which count from 0 in any group.",
+    ),
+    (
+        r"Group rank \d+ is not part of group",
+        A_WORLDS_FOR_A_GROUPS,
+        "group.rank() is this rank in the group, dist.get_rank() in the world.",
     ),
     (
         r"deepcopy protocol|Only Tensors created explicitly by the user",

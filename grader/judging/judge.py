@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from grader.judging import group_and_world
 from grader.judging.course import Lesson
 from grader.judging.side_by_side import side_by_side
 from grader.judging.stories import Locate
@@ -29,16 +30,6 @@ Ends = dict[tuple[str, Layout], CheckEnded | CheckReport | None]
 
 Tell = Callable[[CheckReport], None]
 """Hears of a check that has ended."""
-
-NOT_THE_WORLD = (
-    "it is right where the group is the whole world: is the world taken for the group, a rank of the world "
-    "for a rank in the group, or the other way round? Look for dist.get_rank() where group.rank() belongs, "
-    "for dist.get_world_size() where group.size() does, for src, dst or peer (P2POp's third argument is "
-    "one) where group_src, group_dst or group_peer does, for a call without group=group (or, where you are "
-    "given a mesh, without mesh=mesh), for torch.distributed.nn, some of whose functions know the world "
-    "alone"
-)
-"""Likely cause of what fails only in the layout with two ranks of four, the last one."""
 
 
 @dataclass(frozen=True)
@@ -245,13 +236,16 @@ def _run_check(check: Check, trials: Sequence[Trial], known: Ends, ask_more: boo
                 and end.verdict in (Verdict.WRONG, Verdict.CRASHED, Verdict.HUNG)
                 and _try_once(check, trial.as_the_world) is None
             )
+            cause, help = end.cause, end.help
+            if only_outside:
+                cause, help = group_and_world.narrowed(cause, help)
             return replace(
                 report,
                 verdict=end.verdict,
                 where=trial.where,
                 message=end.message,
-                cause=NOT_THE_WORLD if only_outside else end.cause,
-                help="" if only_outside else end.help,
+                cause=cause,
+                help=help,
                 details=end.details,
                 asked=end.asked,
             )

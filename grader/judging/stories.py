@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from grader.judging import messages
 from grader.judging.crashes import why_crashed
+from grader.judging.group_and_world import NOT_PASSED_ON
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.judging.wording import of_ranks
 from grader.ranks.launcher import Limits, RankReport, RunReport
@@ -266,7 +267,7 @@ def _outside(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
                     Verdict.WRONG,
                     f"rank {r} called {messages.told(event, locate)} on {len(event.group)} ranks, "
                     f"where its group has {len(ranks)}",
-                    "the group is not passed on: without `group=` a call means the whole world",
+                    NOT_PASSED_ON,
                     "Pass group=group to every call of torch.distributed.",
                 )
     return None

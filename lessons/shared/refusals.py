@@ -9,6 +9,10 @@ from torch import nn
 from grader.checks import CheckEnded, Trial, Verdict
 
 USE_SHARD_SIZE = "Use shard_size: it raises the ValueError for you."
+OF_HEADS = (
+    "shard_size of the number of heads raises the ValueError for you. A width that divides is not enough: it "
+    "may cut a head in two."
+)
 
 
 def undividable(trial: Trial, least: int = 5) -> int:
@@ -59,23 +63,25 @@ def _different(was: dict[str, tuple], now: dict[str, tuple]) -> list[str]:
     return [name for name in was if not same(name)] + [name for name in now if name not in was]
 
 
-def refused(trial: Trial, size: int, probe: Callable, *arguments: Any, **options: Any) -> None:
+def refused(
+    trial: Trial, size: int, probe: Callable, *arguments: Any, heads: bool = False, **options: Any
+) -> None:
     """On every rank a ValueError comes, and nothing is changed before it.
 
     Args:
         size: what is not divisible by the ranks.
+        heads: whether it is a number of heads.
         probe: what runs on each rank with the arguments and options of `Trial.run`, and returns what
             `refusal_of` does.
     """
     if trial.num_ranks == 1:
         return
-    for rank, refusal in enumerate(_refusals(trial, size, probe, *arguments, **options)):
+    what = f"{size} heads are" if heads else f"{size} is"
+    told = f"{what} not divisible by {trial.num_ranks} ranks, and no error was raised"
+    step = OF_HEADS if heads else USE_SHARD_SIZE
+    for rank, refusal in enumerate(_refusals(trial, told, step, probe, *arguments, **options)):
         if refusal["error"] is None:
-            trial.wrong(
-                f"{size} is not divisible by {trial.num_ranks} ranks, and no error was raised",
-                help=USE_SHARD_SIZE,
-                rank=rank,
-            )
+            trial.wrong(told, help=step, rank=rank)
         kind, message = refusal["error"]
         if kind != "ValueError":
             trial.wrong(f"expected a ValueError, got {kind}: {message}", help="Use shard_size.", rank=rank)
@@ -87,13 +93,14 @@ def refused(trial: Trial, size: int, probe: Callable, *arguments: Any, **options
         )
 
 
-def _refusals(trial: Trial, size: int, probe: Callable, *arguments: Any, **options: Any) -> list[dict]:
+def _refusals(
+    trial: Trial, told: str, step: str, probe: Callable, *arguments: Any, **options: Any
+) -> list[dict]:
     """The ranks' refusals; ranks that go on instead send parts of different sizes, and may never end."""
     try:
         return trial.run(probe, *arguments, **options)
     except CheckEnded as end:
         if end.verdict == Verdict.HUNG:
-            told = f"{size} is not divisible by {trial.num_ranks} ranks, and no error was raised"
             end.cause = f"{told}: the ranks went on, with parts that do not fit together"
-            end.help = USE_SHARD_SIZE
+            end.help = step
         raise

@@ -13,9 +13,9 @@ from nanogpt.model import GPT
 
 from .fully_sharded import full, plain
 from .hybrid_slips import LATE, by_factor, gradients_after, rules
-from .meshes import NAMES, Machines, arrangements, groups_of, hybrid, run, told
+from .meshes import NAMES, Machines, arrangements, groups_of, hybrid, told
 from .models import build, draw, local, odd_gpt, seeds, weights
-from .runs import require_in_evaluation
+from .runs import require_in_evaluation, run
 from .training import PASSES, Batches, Rule, train, whole_batch
 
 exercise(

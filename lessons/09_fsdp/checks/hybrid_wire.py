@@ -9,8 +9,9 @@ from torch.optim import SGD
 
 from grader.checks import Event, Recording, Trial, check, settle
 
-from .meshes import Machines, arrangements, groups_of, hybrid, run, told
+from .meshes import Machines, arrangements, groups_of, hybrid, told
 from .models import SHORT, build, bytes_of, local, short_gpt
+from .runs import run
 from .wire import SMALL, padded_bytes
 
 SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}

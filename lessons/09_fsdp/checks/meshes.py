@@ -1,10 +1,8 @@
-"""Ranks as machines, for the checks of `hybrid_shard`: their meshes, their groups, and runs on them."""
+"""Ranks as machines, for the checks of `hybrid_shard`: their meshes, and their groups."""
 
 from typing import Any
 
-from grader.checks import CheckEnded, Trial, Verdict
-
-from . import runs
+from grader.checks import Trial
 
 Machines = list[list[int]]
 """World ranks, a row for each machine."""
@@ -17,16 +15,6 @@ def arrangements(trial: Trial) -> list[Machines]:
     if trial.num_ranks == 4:
         return [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]]
     return [[[0, 1]], [[0], [1]]]
-
-
-def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list:
-    """Runs a function on the ranks; a crash over a hook or over a rank of the world is told as that."""
-    try:
-        return runs.run(trial, function, *args, **kwargs)
-    except CheckEnded as end:
-        if end.verdict == Verdict.CRASHED and "is not part of group" in end.message:
-            end.cause = "src and dst are ranks of the world; group_src and group_dst count in the group"
-        raise
 
 
 def groups_of(machines: Machines, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

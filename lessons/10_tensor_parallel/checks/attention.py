@@ -279,7 +279,7 @@ def attention_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
     config = small_config(trial, n_head=heads, n_embd=heads * 12, dropout=0.1)  # the width divides
-    refused(trial, heads, branch_refusal_probe, "tensor_parallel_attention", config)
+    refused(trial, heads, branch_refusal_probe, "tensor_parallel_attention", config, heads=True)
 
 
 @check("tensor_parallel_attention")

@@ -65,10 +65,10 @@ class DenseMultiQueryAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def one_half_alone(
+def not_copied(
     dense: DenseMultiQueryAttention, x: Tensor, upstream: Tensor, n: int
 ) -> dict[str, list[Tensor]]:
-    """Which half is not copied to the group → by rank, the gradient of keys beside values (b, s, 2d)."""
+    """What is not copied to the group → by rank, the gradient of keys beside values (b, s, 2d)."""
     dense = copy.deepcopy(dense).double()
     key_value = dense.key_value(x.double()).detach().requires_grad_()
     y = dense.attend(x.double(), key_value)
@@ -77,11 +77,15 @@ def one_half_alone(
     found = [torch.autograd.grad(y, key_value, of_y * (heads == r), retain_graph=True)[0] for r in range(n)]
     whole, halves = sum(found), torch.arange(key_value.size(-1)) // dense.head_size
     return {
-        name: [torch.where(halves == half, own, whole) for own in found]
-        for half, name in enumerate(("keys", "values"))
+        **{
+            name: [torch.where(halves == half, own, whole) for own in found]
+            for half, name in enumerate(("keys", "values"))
+        },
+        BOTH_HALVES: found,
     }
 
 
+BOTH_HALVES = "keys and values"
 MULTI_QUERY_CUTS = {"query.weight": 0, "query.bias": 0, "project.weight": 1}
 
 
@@ -123,31 +127,33 @@ def observe_multi_query(trial: Trial) -> SimpleNamespace:
     results = trial.run(multi_query_probe, per_rank=runs)
     expected = dense_branch(dense, x, upstream)
     gradients = {name: [cut(name, g, rank) for rank in range(n)] for name, g in expected.gradients.items()}
-    halves = one_half_alone(dense, x, upstream, n)
+    alone = not_copied(dense, x, upstream, n)
     longer = twice_as_long(copy.deepcopy(dense).double(), x.double())
     dense.query.register_forward_pre_hook(lambda _, given: given[0].detach())
     shared = dense_branch(dense, x, upstream).x
     return SimpleNamespace(
         results=results, output=expected.output, x_gradient=expected.x, gradients=gradients, x=x, width=width,
-        x_gradient_through_shared=shared, halves=halves, key_value=weights["key_value.weight"].double(),
+        x_gradient_through_shared=shared, alone=alone, key_value=weights["key_value.weight"].double(),
         longer=longer,
     )  # fmt: skip
 
 
-def of_one_half_alone(seen: SimpleNamespace, name: str, passes: float = 1.0) -> dict[str, Fault]:
-    """Cause → the gradient of x or of key_value's weight or bias, if keys or values alone are copied."""
+def of_what_is_not_copied(seen: SimpleNamespace, name: str, passes: float = 1.0) -> dict[str, Fault]:
+    """Cause → the gradient of x, or of key_value's weight or bias, if what is named is not copied."""
     found = {}
     x = seen.x.double().flatten(0, 1)  # (b*s, h)
     through_queries = seen.x_gradient - seen.x_gradient_through_shared
-    for half, by_rank in seen.halves.items():
+    for which, by_rank in seen.alone.items():
         ways = {
             "x": lambda g: through_queries + g @ seen.key_value,
             "key_value.weight": lambda g: g.flatten(0, 1).T @ x,
             "key_value.bias": lambda g: g.sum((0, 1)),
         }
-        other = "values" if half == "keys" else "keys"
-        told = f"through the {half} comes what this rank's heads found, and through the {other} what all did"
-        step = f"All ranks' heads read the {half}, too: let them pass copy_to_group before heads use them."
+        others = "" if which == BOTH_HALVES else "values" if which == "keys" else "keys"
+        told = f"through the {which} comes what this rank's heads found, and " + (
+            f"through the {others} what all did" if others else "nobody sums it over the ranks"
+        )
+        step = f"All ranks' heads read the {which}, too: let them pass copy_to_group before heads use them."
         if name in ways:
             found[told] = Fault([passes * ways[name](g) for g in by_rank], step)
     return found
@@ -178,7 +184,7 @@ def gradient_of_x_is_complete(trial: Trial) -> None:
             "what comes through the queries counts n times: ColumnParallelLinear sums it already": (
                 seen.x_gradient + more * (seen.x_gradient - through_shared)
             ),
-            **(of_one_half_alone(seen, "x") if more else {}),
+            **(of_what_is_not_copied(seen, "x") if more else {}),
         },
         help="It has one part through the queries and one through keys and values: each counts once, whole.",
     )
@@ -209,7 +215,7 @@ def gradients_of_all_weights_are_complete(trial: Trial) -> None:
                     BOTH * n * g for g in expected
                 ],
                 **sums_of_two_passes(expected, n),
-                **(of_one_half_alone(seen, name, BOTH) if n > 1 else {}),
+                **(of_what_is_not_copied(seen, name, BOTH) if n > 1 else {}),
             },
             help="The gradient of x is whole: it is summed in front of key_value, whose own weights see this "
             "rank's part. copy_to_group belongs behind key_value, on its output."

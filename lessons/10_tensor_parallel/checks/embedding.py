@@ -157,11 +157,14 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
             )
         held = each_rank(seen, "weight")
         every_nth = [seen.table[r::n] for r in range(n)]
+        rounded_down = size % n and torch.equal(torch.cat(held), seen.table[: size // n * n])
         trial.require(
             row_ranges(seen.table, held) is not None,
             f"the ranks' rows, joined in rank order, are not the table's ({name}: {size} rows)",
             help="Rank 0 has the first rows, rank 1 the next: contiguous, and none missing at the end.",
-            cause="every n-th row, where contiguous ones belong"
+            cause=f"v // n rows for each rank ({size // n} of {size}): what is left over is on no rank"
+            if rounded_down
+            else "every n-th row, where contiguous ones belong"
             if all(torch.equal(own[: len(rows)], rows) for own, rows in zip(held, every_nth, strict=True))
             else "the first rank's rows on every rank"
             if all(torch.equal(own, held[0]) for own in held)

@@ -297,4 +297,4 @@ def model_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)
     config = small_config(trial, n_head=heads, n_embd=heads * 12, dropout=0.1)
-    refused(trial, heads, model_refusal_probe, config)
+    refused(trial, heads, model_refusal_probe, config, heads=True)

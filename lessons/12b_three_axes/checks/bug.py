@@ -108,6 +108,8 @@ UNWEIGHED = (
     "it is not weighed at all, or by counts of all targets, those of -1 too, or along a dimension of one rank"
 )
 
+PART_OF_THE_MEAN = "it is this rank's part of the mean: the mean along data divides once more"
+"""Seen where all ranks lie along data, before there is another mesh."""
 
 LOSS = "the plain mean along data of the weighed loss"
 
@@ -124,9 +126,7 @@ def others(n: int) -> dict[str, Any]:
         UNWEIGHED: lambda counts, p, sizes: 1.0,
         "it is multiplied by the number of ranks along data alone: is the rank's own count what was summed? "
         "all_reduce works in place, so sum a clone": lambda counts, p, sizes: sizes["data"],
-        "it is this rank's part of the mean: the mean along data divides once more": (
-            lambda counts, p, sizes: counts[p] / sum(counts)
-        ),
+        PART_OF_THE_MEAN: (lambda counts, p, sizes: counts[p] / sum(counts)),
         "the mean count along data is rounded down: divide with / where // stands": (
             lambda counts, p, sizes: counts[p] / max(1, sum(counts) // sizes["data"])
         ),
@@ -160,6 +160,8 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
         n = trial.num_ranks
         right = by_weight(seen, i, by_share, n)
         by_slip = {words: by_weight(seen, i, weigh, n) for words, weigh in others(n).items()}
+        if not alone:
+            del by_slip[PART_OF_THE_MEAN]
         by_slip["targets of 0 are not counted: -1 alone does not count"] = by_weight(seen, i, by_share, n, 1)
         if i:
             first = sum(int((targets != -1).sum()) for _, targets in seen.drawn[0])
