@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .models import build
-from .training import LEARNING_RATE, PASSES, TWICE, Batches
+from .training import LEARNING_RATE, LOST, PASSES, TWICE, Batches
 
 Weights = dict[str, Tensor]
 
@@ -105,7 +105,7 @@ def counted_passes(start: Weights, ends: Sequence[Weights], means: Sequence[Weig
         if (first, second) in ((1, 1), (0, 0)) or right.all() or not (right | wrong).all():
             continue
         if (first, second) == (0, 1):
-            return "the first backward pass is lost: the second one's gradient replaced its own"
+            return LOST
         if (first, second) == (2, 1) and wrong.all():
             return TWICE
         times = {0: "is lost", 1: "counts once", 2: "counts twice", 3: "counts three times"}

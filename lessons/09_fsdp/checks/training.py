@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from grader.checks import Trial, is_close
+from grader.checks import Fault, Trial, is_close
 
 from .models import build, weights
 
@@ -202,10 +202,15 @@ TWICE = (
 )
 
 
+LOST = "the first backward pass is lost: the second one's gradient replaced its own"
+STEPS = {LOST: "Add to what the pass before has left, where = stands."}
+"""The next step for who has a fault, where it says more than what is asked."""
+
+
 def rules_of_passes(n: int) -> dict[str, list[Rule]]:
     """Wrong rules for what an earlier backward has left, by the sentence that tells them."""
     rules = {
-        "the first backward pass is lost: the second one's gradient replaced its own": Rule(first_counts=0),
+        LOST: Rule(first_counts=0),
         TWICE: Rule(first_counts=2),
         "the last step's gradient is still there: zero_grad() did not forget it": Rule(forgets=False),
         "the optimizer stepped twice where one step belongs": Rule(steps_each=2),
@@ -306,10 +311,11 @@ def require_weights(
             decayed = start[name] * (1 - DECAY["lr"] * DECAY["weight_decay"]) ** len(PASSES)
             alternatives["it has no gradient, and decayed: AdamW was given one of zeros"] = decayed
         for told, by_rule in expected.others().items():
-            alternatives[told] = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
+            ends_so = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
+            alternatives[told] = Fault(ends_so, STEPS.get(told, ""))
         told = explain()
         if told:
-            alternatives[told] = actual
+            alternatives[told] = Fault(actual, STEPS.get(told, ""))
         elif not same_everywhere(actual):
             told = "the ranks do not have the same weights: the updated shares did not reach every rank"
             alternatives[told] = actual
