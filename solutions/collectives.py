@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Work
 def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> None:
     """Give every rank the tensor of rank `source` (a rank in the group), in place.
 
-    Down a binomial tree: in each round every rank that has the tensor sends it to one that has not.
+    Down a binomial tree: in each round ranks that have the tensor send it to ranks that have not, one to one.
     n - 1 messages in all, ceil(log2 n) rounds, and at most ceil(log2 n) messages from any rank.
     Any shape and dtype, bit for bit. The tensor need not be contiguous, nor lie in memory as it does on
     other ranks. Uses only messages between two ranks, all of them over when the function returns.

@@ -279,9 +279,9 @@ def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
     """`ring_attention` on parts as `zigzag_split` cuts them along dim 2: (b, a, s/n, d) to (b, a, s/n, d).
 
     The same messages, under way while chunks are computed; k and v may be grouped as there. At every step
-    every rank has the same work to do, and no chunk of the future is computed: (2n + 2) products of one
-    chunk with another at most, where 2n + 1 are needed. Each call keeps what its own backward needs,
-    while its output is there, and nothing as long as the sequence.
+    every rank has the same work to do, and at most one chunk of the future is computed, beside the
+    diagonal: (2n + 2) products of one chunk with another at most, where 2n + 1 are needed. Each call keeps
+    what its own backward needs, while its output is there, and nothing as long as the sequence.
     """
     # answer
     return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))
