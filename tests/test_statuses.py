@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from grader.cli import grade
 from grader.judging.course import find_exercise
-from grader.judging.reading import MAX_SOURCE
+from grader.judging.reading import MAX_PARTS, MAX_SOURCE
 from grader.ranks.faults import unforeseen
 from grader.ranks.launcher import ROOT
 from tests.attempts import CORRECT, twisted
@@ -54,6 +54,7 @@ HAND_INS = {
     "null.py": (b"x = 1\0", "null bytes"),
     "essay.pdf": (b"%PDF-1.7", "expected a notebook (.ipynb) or a Python file (.py)"),
     "no name": (b"x = 1", "expected a notebook (.ipynb) or a Python file (.py)"),
+    "parts.ipynb": (b"[" + b"{}," * (MAX_PARTS + 1) + b"{}]", "more than 1,000,000 lists and objects"),
     "endless.py": (b"x = 1\n" * (MAX_SOURCE // 6 + 1), "more than 1024 KiB of code"),
     "dots.py": (b"import a" + b".a" * 60_000, "the import of a name with more than 100 dots"),
     "more dots.py": (

@@ -16,6 +16,8 @@ MAX_BYTES = 64 << 20
 """A notebook may hold many pictures."""
 MAX_SOURCE = 1 << 20
 """Characters of code, in all cells together."""
+MAX_PARTS = 1_000_000
+"""Lists and objects in a notebook: each takes half a kilobyte to read, however short it is."""
 OURS = ("solutions", "tests")
 KINDS = {
     stat.S_ISLNK: "a symbolic link: hand in the file itself",
@@ -103,8 +105,13 @@ def at_most(seconds: int, path: Path) -> Iterator[None]:
 
 
 def refuse_endless_source(path: Path, text: str) -> None:
-    """Raise UnreadableError for more code than anybody writes: nothing stops the compiler once it runs."""
+    """Raise UnreadableError for more code, or more of a notebook, than anybody has.
+
+    Nothing stops the compiler, or what reads JSON, once it runs.
+    """
     size = len(text)
+    if path.suffix == ".ipynb" and text.count("{") + text.count("[") > MAX_PARTS:
+        raise UnreadableError(f"{path} has more than {MAX_PARTS:,} lists and objects: clear its outputs")
     if path.suffix == ".ipynb" and size > MAX_SOURCE:
         try:
             cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
