@@ -15,17 +15,15 @@ def take_whole_turns() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def keep_to_one_core(rank: int, num_ranks: int, first: int = 0) -> None:
+def keep_to_one_core(rank: int, num_ranks: int) -> None:
     """Let a rank that computes in one thread have one core, where there are no more cores than ranks.
 
     A thread of gloo that wakes on the core that has woken it begins sooner than on another: a small
     collective takes half the time (tests/bench/gloo_turns.py). Where cores are left over, the system spreads
-    threads better. Call it before `init_process_group`; it does nothing but on Linux.
-
-    Args:
-        first: which core rank 0 has, counted on beyond the last one; so that several runs share the cores.
+    threads better, and so it does where several runs go on side by side. Call it before
+    `init_process_group`; it does nothing but on Linux.
     """
     with contextlib.suppress(AttributeError, OSError):
         cores = sorted(os.sched_getaffinity(0))
         if 1 < num_ranks >= len(cores):
-            os.sched_setaffinity(0, {cores[(first + rank) % len(cores)]})
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})

@@ -288,6 +288,7 @@ class Session:
             "group": group,
             "distributed": distributed,
             "device": device,
+            "timed": probe is None and device == "cpu",  # a page's run is alone, and may be timed
             "timeout": limits.timeout,
             "idle": limits.idle,
             "memory_bytes": limits.memory_bytes,

@@ -204,12 +204,6 @@ class _Run:
                 rank, read = key.data
                 read(rank)
 
-    def _place(self, world_rank: int) -> int:
-        """Where a rank stands if those of the group, which compute, come first."""
-        members = self.header["group"]
-        others = [r for r in range(self.header["world_size"]) if r not in members]
-        return [*members, *others].index(world_rank)
-
     def _fork(self, world_rank: int) -> _Rank:
         ours, theirs = socket.socketpair()
         read_end, write_end = os.pipe()
@@ -221,8 +215,8 @@ class _Run:
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 _become_rank(theirs, write_end, dump)
                 _limit(self.header["memory_bytes"], self.directory)
-                if self.header["device"] == "cpu":
-                    keep_to_one_core(self._place(world_rank), self.header["world_size"], first=os.getppid())
+                if self.header["timed"]:
+                    keep_to_one_core(world_rank, self.header["world_size"])
                 run_worker(theirs, world_rank, self.header, self.directory, dump, log, self.guard)
             finally:
                 os._exit(0)
