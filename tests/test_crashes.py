@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from grader.judging.crashes import why_crashed
@@ -136,6 +137,23 @@ def test_torchs_words_are_known(fail, words: str) -> None:
         fail()
     cause, step = why_crashed(error.type.__name__, str(error.value), (), (), 2)
     assert words in cause and step
+
+
+def test_ranks_that_a_group_has_not_are_told_by_where_they_count() -> None:
+    """Whether it was a rank of the other kind or a neighbour beyond the last one, the words do not say."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        for look_up, words in (
+            (dist.get_group_rank, "a rank of the world that is not in the group"),
+            (dist.get_global_rank, "a rank in the group that the group has not"),
+        ):
+            with pytest.raises(ValueError, match="not part of group") as error:
+                look_up(group, 1)
+            cause, step = why_crashed("ValueError", str(error.value), (), (), 2)
+            assert words in cause and "group.rank()" in step
+    finally:
+        dist.destroy_process_group()
 
 
 def test_logits_of_one_position_are_asked_for_where_the_loss_takes_all() -> None:

@@ -6,7 +6,7 @@ A cause is said where the words leave one alone; where they leave several, the n
 import re
 from collections.abc import Sequence
 
-from grader.judging.group_and_world import A_GROUPS_FOR_A_WORLDS, A_WORLDS_FOR_A_GROUPS
+from grader.judging.group_and_world import NOT_IN_THE_GROUP, NOT_OF_THE_GROUP
 
 _KNOWN: Sequence[tuple[str, str, str]] = (
     (
@@ -125,13 +125,15 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     ),
     (
         r"Global rank \d+ is not part of group",
-        A_GROUPS_FOR_A_WORLDS,
-        "Pass group_src=, group_dst= or group_peer= (of P2POp, too), which count from 0 in any group.",
+        NOT_OF_THE_GROUP,
+        "Count in the group, with group.rank() and group.size(), and pass group_src=, group_dst= or "
+        "group_peer= (of P2POp, too).",
     ),
     (
         r"Group rank \d+ is not part of group",
-        A_WORLDS_FOR_A_GROUPS,
-        "group.rank() is this rank in the group, dist.get_rank() in the world.",
+        NOT_IN_THE_GROUP,
+        "group.rank() is this rank in the group, dist.get_rank() in the world; after the last one comes 0 "
+        "again: % group.size().",
     ),
     (
         r"deepcopy protocol|Only Tensors created explicitly by the user",

@@ -4,13 +4,13 @@ NOT_PASSED_ON = (
     "the group is not passed on: without group=group (or, where you are given a mesh, without mesh=mesh) a "
     "call means the whole world"
 )
-A_GROUPS_FOR_A_WORLDS = (
-    "a rank in the group stands where torch takes a rank of the world: src, dst and peer are of the "
-    "world; group_src, group_dst and group_peer count in the group"
+NOT_OF_THE_GROUP = (
+    "torch was given a rank of the world that is not in the group: src, dst and peer are of the world; "
+    "group_src, group_dst and group_peer count in the group"
 )
-A_WORLDS_FOR_A_GROUPS = (
-    "a rank of the world stands where torch takes a rank in the group: group.rank(), and group_src, "
-    "group_dst and group_peer, count in the group"
+NOT_IN_THE_GROUP = (
+    "torch was given a rank in the group that the group has not: they count from 0, whatever ranks of the "
+    "world these are"
 )
 ANY_OF_THEM = (
     "it is right where the group is the whole world: is the world taken for the group, a rank of the world "
@@ -25,6 +25,6 @@ ANY_OF_THEM = (
 
 def narrowed(cause: str, help: str) -> tuple[str, str]:
     """Cause and next step of what is right where the group is the whole world: those found, if of that."""
-    if cause in (NOT_PASSED_ON, A_GROUPS_FOR_A_WORLDS, A_WORLDS_FOR_A_GROUPS):
+    if cause in (NOT_PASSED_ON, NOT_OF_THE_GROUP, NOT_IN_THE_GROUP):
         return cause, help
     return ANY_OF_THEM, ""

@@ -157,7 +157,9 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
             )
         held = each_rank(seen, "weight")
         every_nth = [seen.table[r::n] for r in range(n)]
-        rounded_down = size % n and torch.equal(torch.cat(held), seen.table[: size // n * n])
+        rounded_down = numbers == [size // n] * n and torch.equal(
+            torch.cat(held), seen.table[: size // n * n]
+        )
         trial.require(
             row_ranges(seen.table, held) is not None,
             f"the ranks' rows, joined in rank order, are not the table's ({name}: {size} rows)",

@@ -24,7 +24,7 @@ def start_probe(rank, kind: str, arguments: tuple, seeds: tuple[int, int], uneve
     rank.seed(seeds[0])
     states = [torch.get_rng_state()]
     first = drawn(build())
-    seeded = torch.initial_seed() != seeds[0]
+    seed = torch.initial_seed()
     states.append(torch.get_rng_state())
     second = drawn(build())
     began_anew = torch.equal(states[1], torch.get_rng_state()) and not torch.equal(*states)
@@ -35,11 +35,8 @@ def start_probe(rank, kind: str, arguments: tuple, seeds: tuple[int, int], uneve
     again = drawn(build())
     bare = sorted(drawn(build(bias=False))) if "bias" in first else ["weight"]
     found = {"first": first, "second": second, "other": other, "again": again, "later": later, "bare": bare}
-    return found | {
-        "uneven": drawn(build(uneven)) if uneven else {},
-        "began anew": began_anew,
-        "seeded": seeded,
-    }
+    found |= {"uneven": drawn(build(uneven)) if uneven else {}, "began anew": began_anew, "seed": seed}
+    return found
 
 
 SEEDED = (
@@ -98,7 +95,7 @@ def starts_as_slices(
             "own, with a number from the global stream and the rank.",
             rank=rank,
             cause="the constructor seeds torch's global generator, on each rank otherwise, and leaves it so"
-            if result["seeded"]
+            if result["seed"] != results[0]["seed"]
             else "",
         )
     return results

@@ -126,7 +126,7 @@ def others(n: int) -> dict[str, Any]:
         UNWEIGHED: lambda counts, p, sizes: 1.0,
         "it is multiplied by the number of ranks along data alone: is the rank's own count what was summed? "
         "all_reduce works in place, so sum a clone": lambda counts, p, sizes: sizes["data"],
-        PART_OF_THE_MEAN: (lambda counts, p, sizes: counts[p] / sum(counts)),
+        PART_OF_THE_MEAN: lambda counts, p, sizes: counts[p] / sum(counts),
         "the mean count along data is rounded down: divide with / where // stands": (
             lambda counts, p, sizes: counts[p] / max(1, sum(counts) // sizes["data"])
         ),
