@@ -112,6 +112,7 @@ class Recorder(TorchDispatchMode):
         delay_seed: when given, each communication waits up to 20 ms first, so that what is right by
             luck of timing goes wrong.
         on_wait: called when a handle is asked for its end.
+        local: see what computes, too; without it nothing is recorded, and no buffer is followed.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class Recorder(TorchDispatchMode):
         is_learner: Callable[[str], bool],
         delay_seed: int | None = None,
         on_wait: Callable[[], None] = lambda: None,
+        local: bool = True,
     ) -> None:
         super().__init__()
+        self._local = local
         self._on_event = on_event
         self._on_wait = on_wait
         self._is_learner = is_learner
@@ -165,10 +168,13 @@ class Recorder(TorchDispatchMode):
         for kind in types:
             if _unfolds(kind):
                 return NotImplemented  # a DTensor first turns into what its rank computes and sends
-        self._index += 1
         communicates = _communicates(func)
+        if not communicates and not self._local:
+            return func(*args, **kwargs)
+        self._index += 1
         event = self._event(func, args, kwargs) if communicates else None
-        self.flights.before(func, args, kwargs, event)
+        if self._local:
+            self.flights.before(func, args, kwargs, event)
         try:
             if event is not None:
                 self._on_event(event)
