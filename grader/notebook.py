@@ -13,11 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grader.beside.loading import LENT
+from grader.cell_output import in_notebook
 from grader.ranks.by_value import by_value
 from grader.ranks.launcher import ROOT, Code, Limits, shared_launcher
 from nanogpt.cores import keep_to_quota
 
 keep_to_quota()  # the kernel's torch, too: it has taken a thread a core that it sees
+if in_notebook():  # the ranks' server imports torch while the first cells do something else
+    shared_launcher().begin()
 
 if TYPE_CHECKING:
     from grader.judging.course import Lesson
@@ -39,7 +42,7 @@ def check(definition: Any, device: str = "cpu", seed: int | None = None) -> None
 
     What can not be checked, such as a name that is no exercise, is told in a sentence.
     """
-    from grader.cell_output import Progress, in_notebook, reward, show
+    from grader.cell_output import Progress, reward, show
     from grader.judging.course import find_exercise, lessons
     from grader.judging.judge import Settings
     from grader.judging.side_by_side import sensible_jobs

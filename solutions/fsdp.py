@@ -191,8 +191,9 @@ def all_gather_shares(tensors: list[Tensor], group: ProcessGroup) -> None:
     shares = rows.split([share_size(tensor, n) for tensor in tensors], dim=1)
     for tensor, of_all_ranks in zip(tensors, shares, strict=True):
         places = tensor.view(-1).split(share_size(tensor, n))  # fewer than n where shares are empty
-        for place, share in zip(places, of_all_ranks, strict=False):
-            place.copy_(share[: place.numel()])
+        for rank, (place, share) in enumerate(zip(places, of_all_ranks, strict=False)):
+            if rank != group.rank():  # its own share is there
+                place.copy_(share[: place.numel()])
 
 
 # end of answer

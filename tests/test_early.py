@@ -1,4 +1,4 @@
-"""The ranks' server that `grade PATH` begins before the judge has imported torch."""
+"""The ranks' server, which `grade PATH` begins before the judge imports torch, and a notebook as early."""
 
 import subprocess
 import sys
@@ -6,10 +6,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import nbclient
 import psutil
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook
 
 from grader import early
+from grader.ranks import server as server_module
+from grader.ranks.faults import CannotGradeError
 from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import ROOT, Launcher
 from grader.ranks.server import Server
@@ -83,3 +87,33 @@ def test_a_launcher_takes_it_once_and_ends_it() -> None:
     launcher.warm_up()
     assert launcher._servers[False] is not begun
     launcher.close()
+
+
+def test_a_launcher_begins_one_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher()
+    launcher.begin()
+    begun = launcher._begun
+    launcher.begin()
+    assert begun is not None
+    assert launcher._begun is begun
+    assert not begun._is_ready
+    launcher.warm_up()
+    assert launcher._servers[False] is begun
+    launcher.begin()
+    assert launcher._begun is None
+    launcher.close()
+    assert not psutil.pid_exists(begun._process.pid)
+
+    monkeypatch.setattr(server_module, "_loopback_is_up", lambda: False)
+    launcher.begin()
+    assert launcher._begun is None
+    with pytest.raises(CannotGradeError, match="loopback"):
+        launcher.warm_up()
+
+
+@pytest.mark.slow
+def test_a_notebook_begins_one_with_its_first_import() -> None:
+    source = "from grader import run_ranks\nfrom grader.ranks.launcher import shared_launcher"
+    cell = new_code_cell(source + "\nprint(shared_launcher()._begun.serves)")
+    nbclient.execute(new_notebook(cells=[cell]), cwd=str(ROOT), timeout=120)
+    assert cell.outputs[0].text == "True\n"

@@ -155,7 +155,7 @@ def draw_bucket_sizes(data_parallel: Any, config: GPTConfig) -> None:
 
 def draw_hidden_shares(way: Any, config: GPTConfig, tokens: Tokens) -> None:
     """Which part of an all-reduce is hidden behind a shorter or longer backward."""
-    ratios = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0]
+    ratios = [0.25, 0.5, 1.0, 2.0, 4.0]
     inputs, targets = tokens.batch(16, config.block_size, seed=0, step=0)
     run = run_ranks(measures.hidden_shares, way, config, ratios, inputs, targets, ranks=2)
     late = config.vocab_size * config.n_embd / answers.num_parameters(config)

@@ -146,8 +146,8 @@ def show_weighed(weigh: Callable, norm: Callable, assemble: Callable, techniques
         "data × tensor": sizes_of(data=2, tensor=2),
         "data × context": sizes_of(data=2, context=2),
     }
-    print(f"{'':15} {'loss, step 1':>13} {'step 12':>9} {'gradient norm, step 1':>23} {'step 12':>9}")
-    runs = [(weigh, norm, assemble, techniques, sizes, 12) for sizes in meshes.values()]
+    print(f"{'':15} {'loss, step 1':>13} {'step 6':>9} {'gradient norm, step 1':>23} {'step 6':>9}")
+    runs = [(weigh, norm, assemble, techniques, sizes, 6) for sizes in meshes.values()]
     found = run_ranks(measures.weighed_run, *runs[0], ranks=1)
     found += run_ranks(measures.each, measures.weighed_run, runs[1:], ranks=4)[0]
     for told, steps in zip(meshes, found, strict=True):
