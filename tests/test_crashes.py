@@ -6,6 +6,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grader.judging.crashes import why_crashed
+from grader.judging.group_and_world import NOT_OF_THE_GROUP
+from grader.judging.stories import ending
+from grader.ranks.launcher import RankReport, RunReport
+from grader.ranks.limits import Limits
 from nanogpt.model import GPT, GPTConfig
 
 
@@ -187,3 +191,20 @@ def test_what_was_seen_goes_before_what_words_tell() -> None:
         == "no grad"
     )
     assert why_crashed("ValueError", "the story", (), (), 2) == ("", "")
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_rank_that_the_group_has_not_is_told_before_a_message_to_oneself(first: int) -> None:
+    """Two ranks of a world of four call ranks of the group ranks of the world: either may be first."""
+    said = {
+        1: "gloo: state_ >= CONNECTED. 1 vs 4. Pair is not connected (127.0.0.1$0 <--> [none])",
+        3: "Global rank 0 is not part of group <torch.distributed.ProcessGroupGloo>",
+    }
+    ranks = [RankReport("done") for _ in range(4)]
+    for rank, message in said.items():
+        error = {"type": "RuntimeError", "message": message}
+        ranks[rank] = RankReport("failed", error=error, ended_at=1.0 + (rank != first))
+    end = ending(RunReport("trouble", 2.0, ranks), lambda file, line: "", Limits(), [1, 3])
+    assert end is not None
+    assert end.message.startswith("rank 1 (and on 1 more) raised RuntimeError: Global rank 0")
+    assert end.cause == NOT_OF_THE_GROUP

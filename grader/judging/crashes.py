@@ -173,6 +173,11 @@ def _times_too_wide(given: int, taken: int) -> tuple[str, str]:
     return "", f"The input of a product is {given} wide, and the matrix takes {taken}."
 
 
+def sends_to_itself(message: str) -> bool:
+    """Whether an error is gloo's about a message to the rank itself: what it was meant for is not in it."""
+    return bool(_SENDS_TO_ITSELF.search(message))
+
+
 def _to_itself(num_ranks: int) -> tuple[str, str]:
     if num_ranks == 1:
         return (
@@ -199,7 +204,7 @@ def why_crashed(
     """
     if notes:
         return notes[0], ""
-    if _SENDS_TO_ITSELF.search(message):
+    if sends_to_itself(message):
         return _to_itself(num_ranks)
     if _NONE.search(message) and places and _GRADIENT.search(places[-1]):
         cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from grader.judging import messages
-from grader.judging.crashes import why_crashed
+from grader.judging.crashes import sends_to_itself, why_crashed
 from grader.judging.group_and_world import NOT_PASSED_ON
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.judging.wording import of_ranks
@@ -97,11 +97,12 @@ def _trouble(
 ) -> CheckEnded:
     """The first failing rank is the story, not the peers that lost their connection to it.
 
+    Where one rank sends to itself and another to a rank that its group has not, the latter says why.
     `nobody` is what is said where a message went to a rank that is not there.
     """
     failed = sorted(
         (r for r, rank in enumerate(ranks) if rank.status in ("failed", "dead")),
-        key=lambda r: (_is_echo(ranks[r]), ranks[r].ended_at or 0.0, r),
+        key=lambda r: (_is_echo(ranks[r]), _is_to_itself(ranks[r]), ranks[r].ended_at or 0.0, r),
     )
     if not failed:
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
@@ -207,6 +208,10 @@ def _waits_twice(rank: int, error: dict, locate: Locate, name: _Names) -> CheckE
 
 def _is_echo(rank: RankReport) -> bool:
     return bool(rank.error and _CONNECTION.search(str(rank.error.get("message", ""))))
+
+
+def _is_to_itself(rank: RankReport) -> bool:
+    return bool(rank.error and sends_to_itself(str(rank.error.get("message", ""))))
 
 
 def _hang(
