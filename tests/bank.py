@@ -12,6 +12,7 @@ from grader.judging.trial import Exercise
 from grader.judging.verdicts import ExerciseReport
 from grader.ranks.isolation import ROOT
 from grader.ranks.launcher import Code, Launcher, RunReport, Session, shared_launcher
+from grader.ranks.limits import Limits
 from nanogpt.implementation import Cell
 
 BETWEEN_DEFINITIONS = "\n\n\n"
@@ -82,6 +83,8 @@ class BankLauncher(Launcher):
     """Ranks that one mistake leaves to the next, and the next, for a while: starting them takes longest."""
 
     MOST_USES = 50
+    LIMITS = Limits(idle=1.0)
+    """Many mistakes hang. What a busy machine takes for hung is tried again with the usual limits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,15 +108,16 @@ def judge(
     launcher: Launcher | None = None,
 ) -> ExerciseReport:
     """Grade one exercise of a submission in this process's own ranks."""
-    code = submission.code()
+    code, settings = submission.code(), Settings(seed=7, ranks=ranks)
     if isinstance(launcher, BankLauncher):
         code = SharedCode(**vars(code))
+        settings = replace(settings, keep_ranks=True, limits=launcher.LIMITS)
     return grade_exercise(
         exercise,
         lesson.name,
         code,
         launcher or shared_launcher(),
-        Settings(seed=7, ranks=ranks, keep_ranks=isinstance(launcher, BankLauncher)),
+        settings,
         submission.locate,
         only_checks,
     )
