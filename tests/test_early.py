@@ -111,6 +111,26 @@ def test_a_launcher_begins_one_and_waits_for_nothing(monkeypatch: pytest.MonkeyP
         launcher.warm_up()
 
 
+@pytest.mark.parametrize("what", ["killed", "edited"])
+def test_one_that_serves_no_more_when_it_is_needed_is_replaced(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun with a notebook's first import, it may wait for long."""
+    launcher = Launcher()
+    launcher.begin()
+    begun = launcher._begun
+    assert begun is not None
+    if what == "killed":
+        begun._process.kill()
+        begun._process.wait()
+    else:
+        monkeypatch.setattr(server_module, "_preloaded", lambda: [("model.py", 1)])
+    launcher.warm_up()
+    assert launcher._servers[False] is not begun
+    assert not psutil.pid_exists(begun._process.pid)
+    launcher.close()
+
+
 @pytest.mark.slow
 def test_a_notebook_begins_one_with_its_first_import() -> None:
     source = "from grader import run_ranks\nfrom grader.ranks.launcher import shared_launcher"

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from grader.beside.measure import storage_bytes
+from grader.beside.recorder import Recorder
 from grader.ranks.launcher import Code, Limits, RunReport, shared_launcher
 from grader.ranks.recording import Recording
 
@@ -260,3 +261,19 @@ def test_a_handle_that_nobody_waits_for_is_seen() -> None:
         asked = {name: recording.waits(name) for name in recording.totals if name}
         assert asked == {"blocking": 1, "all": 2, "in a batch": 2, "forgotten": 1}
         assert recording.count(after="forgotten") == 2
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_of_a_pages_run_only_what_communicates_is_seen(local: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        kinds: list[str] = []
+        x = torch.ones(4)
+        with Recorder(lambda event: kinds.append(event.kind), lambda file: True, local=local) as recorder:
+            work = dist.all_reduce(x, async_op=True)
+            x.add_(1)  # too early
+            work.wait()
+        assert kinds == ["all_reduce"]
+        assert [race.use for race in recorder.flights.races() if race.use != "left"] == ["changed"] * local
+    finally:
+        dist.destroy_process_group()

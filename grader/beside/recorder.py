@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         delay_seed: when given, each communication waits up to 20 ms first, so that what is right by
             luck of timing goes wrong.
         on_wait: called when a handle is asked for its end.
-        local: see what computes, too; without it nothing is recorded, and no buffer is followed.
+        local: see what computes, too; without it only what communicates is seen, and no buffer is followed.
     """
 
     def __init__(

@@ -212,6 +212,9 @@ class Launcher:
 
     def _started_server(self, shut_in: bool) -> Server:
         begun, self._begun = self._begun, None
+        if begun is not None and not begun.serves:  # a notebook's may have waited for an hour
+            begun.end()
+            begun = None
         server = begun or Server(self.isolation, shut_in)
         server.wait_until_ready()
         return server
