@@ -299,6 +299,71 @@ def test_a_ring_whose_sends_are_not_waited_for_is_named() -> None:
     assert time.monotonic() - began < 40  # of the 120 seconds that it may take
 
 
+def test_messages_whose_tags_differ_are_named() -> None:
+    def shift() -> None:
+        group = dist.group.WORLD
+        rank, n = group.rank(), group.size()
+        works = [
+            dist.isend(torch.ones(1000), group=group, group_dst=(rank + 1) % n, tag=rank),
+            dist.irecv(torch.empty(1000), group=group, group_src=(rank - 1) % n, tag=rank),
+        ]
+        for work in works:
+            work.wait()
+
+    with pytest.raises(RuntimeError) as told:
+        run_ranks(shift, ranks=2)
+    words = " ".join(str(told.value).split())
+    assert "their tags differ, 0 and 1" in words
+    assert "waiting in send of 1000 float32 to rank 0 (tag 1)" in words  # and not in what it started last
+
+
+def test_messages_of_another_tag_may_overtake() -> None:
+    def overtake() -> None:
+        group = dist.group.WORLD
+        if group.rank() == 0:
+            works = [dist.isend(torch.ones(n), group=group, group_dst=1, tag=n) for n in (20, 10)]
+        else:
+            works = [dist.irecv(torch.ones(n), group=group, group_src=0, tag=n) for n in (10, 20)]
+        for work in works:
+            work.wait()
+
+    assert run_ranks(overtake, ranks=2) == [None, None]
+
+
+def test_who_stands_in_the_very_message_is_not_said_to_have_dropped_it() -> None:
+    def name_two_groups() -> None:
+        group, other = dist.group.WORLD, dist.new_group([0, 1])
+        if group.rank() == 0:
+            dist.send(torch.ones(1000), group=group, group_dst=1)
+        else:
+            dist.recv(torch.empty(1000), group=other, group_src=0)
+
+    with pytest.raises(RuntimeError) as told:
+        run_ranks(name_two_groups, ranks=2)
+    words = " ".join(str(told.value).split())
+    assert "the two did not meet" in words
+    assert "Both sides of a message must name the same group." in words
+    assert "handle" not in words
+
+
+def test_who_stands_elsewhere_than_in_its_message_does_not_blame_its_peer() -> None:
+    def sleep() -> None:
+        group = dist.group.WORLD
+        if group.rank() == 0:
+            work = dist.isend(torch.ones(1000), group=group, group_dst=1)
+            time.sleep(60)
+            work.wait()
+        else:
+            dist.recv(torch.empty(1000), group=group, group_src=0)
+
+    with pytest.raises(RuntimeError) as told:
+        run_ranks(sleep, ranks=2)
+    words = " ".join(str(told.value).split())
+    assert "`time.sleep(60)`" in words
+    assert "did not wait" not in words
+    assert "waiting in" not in words
+
+
 def test_who_receives_from_the_wrong_neighbour_is_named() -> None:
     def confuse() -> None:
         group = dist.group.WORLD

@@ -220,6 +220,11 @@ class Flights:
         self._by_handle.pop(key, None)
         self._references.pop(key, None)
 
+    def index(self, handle: Any) -> int:
+        """`Event.index` of what a handle stands for; 0 where nobody knows."""
+        flight = self._by_handle.get(id(handle))
+        return flight.event.index if flight else 0
+
     def waited(self, handle: Any, blocks: bool = False) -> None:
         """Its buffers are the learner's again.
 

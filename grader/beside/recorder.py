@@ -111,7 +111,8 @@ class Recorder(TorchDispatchMode):
         is_learner: tells whether a code file is the learner's.
         delay_seed: when given, each communication waits up to 20 ms first, so that what is right by
             luck of timing goes wrong.
-        on_wait: called when a handle is asked for its end.
+        on_wait: called when a handle is asked for its end, with the `Event.index` of what it stands for, or 0
+            where nobody knows; and when that has answered, with None.
         local: see what computes, too; without it only what communicates is seen, and no buffer is followed.
     """
 
@@ -120,7 +121,7 @@ class Recorder(TorchDispatchMode):
         on_event: Callable[[Event], None],
         is_learner: Callable[[str], bool],
         delay_seed: int | None = None,
-        on_wait: Callable[[], None] = lambda: None,
+        on_wait: Callable[[int | None], None] = lambda _: None,
         local: bool = True,
     ) -> None:
         super().__init__()
@@ -204,12 +205,19 @@ class Recorder(TorchDispatchMode):
         if self._window is not None:
             self._window.add(event)
 
-    def saw_wait(self, handle: Any, blocks: bool) -> None:
-        """Count that somebody asked a handle, such as `isend` returns, for its end."""
-        self._on_wait()
-        self.flights.waited(handle, blocks)
-        if self._window is not None:
-            self._window.saw_wait()
+    @contextmanager
+    def wait(self, handle: Any, blocks: bool) -> Iterator[None]:
+        """Count that somebody asks a handle, such as `isend` returns, for its end."""
+        self._on_wait(self.flights.index(handle))
+        try:
+            self.flights.waited(handle, blocks)
+            if self._window is not None:
+                self._window.saw_wait()
+            yield
+        finally:
+            self._on_wait(None)
+        if blocks:
+            self.flights.ended(handle)
 
     def _event(self, func: Any, args: Any, kwargs: Any) -> Event | None:
         name = func._opname
@@ -223,7 +231,7 @@ class Recorder(TorchDispatchMode):
             peer = next((values[key] for key in ("dst", "src", "root_rank") if key in values), None)
             asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
             self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
-            return self._make(kind, tensors, ranks, peer, "", asynchronous)
+            return self._make(kind, tensors, ranks, peer, "", asynchronous, tag=values.get("tag", 0))
         if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
             group = dist.distributed_c10d._resolve_process_group(args[-1])
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -243,6 +251,7 @@ class Recorder(TorchDispatchMode):
         op: str,
         asynchronous: bool,
         scale: int = 1,
+        tag: int = 0,
     ) -> Event:
         file, line, called_op = self._place(looking_for_op=kind in _REDUCTIONS and not op)
         counts = [ask(Tensor.numel, t) for t in tensors]
@@ -261,6 +270,7 @@ class Recorder(TorchDispatchMode):
             line=line,
             after=self._window.mark_name if self._window else "",
             index=self._index,
+            tag=tag,
         )
 
     def _place(self, looking_for_op: bool = False) -> tuple[str, int, str]:
@@ -444,11 +454,8 @@ def watch_handles(present: Callable[[], Recorder]) -> None:
         original = getattr(dist.Work, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            present().saw_wait(self, name == "wait")
-            answer = original(self, *args, **kwargs)
-            if name == "wait":
-                present().flights.ended(self)
-            return answer
+            with present().wait(self, blocks=name == "wait"):
+                return original(self, *args, **kwargs)
 
         return call
 

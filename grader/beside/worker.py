@@ -198,8 +198,13 @@ def _work(
         glance()
         log.add(dumps(vars(event)).encode())
 
+    def on_wait(index: int | None) -> None:
+        if index is not None:
+            glance()
+        log.waits_for = index or 0
+
     graded = bool(order["probe"])
-    recorder = Recorder(on_event, is_learner, order["delay_seed"], on_wait=glance, local=graded)
+    recorder = Recorder(on_event, is_learner, order["delay_seed"], on_wait=on_wait, local=graded)
     current.recorder = recorder
     current.number += 1
     _seed(order["seed"], device)

@@ -1,7 +1,7 @@
 """Messages that do not go together: one that nobody sent, took or waited for, or two sizes that differ."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from grader.judging.verdicts import CheckEnded, Verdict
@@ -43,6 +43,13 @@ def to_nobody(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     return None
 
 
+def waited_for(rank: RankReport) -> Event | None:
+    """The message or collective in whose wait() a rank stood when it was stopped."""
+    if rank.status != "running" or not rank.waits_for:
+        return None
+    return next((event for event in rank.events if event.index == rank.waits_for), None)
+
+
 def told(event: Event, locate: Locate) -> str:
     """An event, and where it was started."""
     place = locate(event.file, event.line) if event.file else ""
@@ -51,9 +58,8 @@ def told(event: Event, locate: Locate) -> str:
 
 def misfit(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     """The first message that is longer than the tensor it was received into: gloo ends the process."""
-    receives = _messages(ranks, "recv")
-    for (r, peer), events in _messages(ranks, "send").items():
-        for sent, received in zip(events, receives.get((r, peer), []), strict=False):
+    for (r, peer), sends, receives in _under_one_tag(ranks):
+        for sent, received in zip(sends, receives, strict=False):
             if sent.num_bytes > received.num_bytes:
                 return CheckEnded(
                     Verdict.WRONG,
@@ -67,14 +73,10 @@ def misfit(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
 def too_short(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     """A message that is shorter than the tensor that it was received into: gloo says nothing, others do.
 
-    Only where as many were sent as received: messages with tags may overtake each other.
+    Only where as many were sent as received.
     """
-    receives = _messages(ranks, "recv")
-    for (r, peer), events in _messages(ranks, "send").items():
-        taken = receives.get((r, peer), [])
-        if sorted(e.num_bytes for e in events) == sorted(e.num_bytes for e in taken):
-            continue
-        for sent, received in zip(events, taken, strict=False) if len(events) == len(taken) else ():
+    for (r, peer), sends, receives in _under_one_tag(ranks):
+        for sent, received in zip(sends, receives, strict=True) if len(sends) == len(receives) else ():
             if sent.num_bytes < received.num_bytes:
                 return CheckEnded(
                     Verdict.WRONG,
@@ -97,11 +99,16 @@ def unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
         if len(events) > count:
             message = f"rank {r} called {told(events[count], locate)}, and rank {peer} never received it"
             return CheckEnded(Verdict.WRONG, message, *_why_not_received(peer, ranks, sends, receives))
-    for (source, r), events in receives.items():
-        if len(events) > len(sends.get((source, r), [])):
-            return CheckEnded(
-                Verdict.WRONG, f"rank {r} waits for a message from rank {source} that was never sent"
-            )
+    never_sent = [
+        (waited_for(ranks[r]) not in events, r, source)
+        for (source, r), events in receives.items()
+        if len(events) > len(sends.get((source, r), []))
+    ]
+    if never_sent:  # of several, the one in whose wait a rank stands
+        _, r, source = min(never_sent, key=lambda one: one[0])
+        return CheckEnded(
+            Verdict.WRONG, f"rank {r} waits for a message from rank {source} that was never sent"
+        )
     return None
 
 
@@ -117,6 +124,19 @@ def _messages(ranks: Sequence[RankReport], kind: str) -> _Messages:
                 ends = (r, event.peer) if kind == "send" else (event.peer, r)
                 found[ends].append(event)
     return found
+
+
+def _under_one_tag(
+    ranks: Sequence[RankReport],
+) -> Iterator[tuple[tuple[int, int | None], list[Event], list[Event]]]:
+    """Source and destination, what was sent from one to the other, and what was received, tag by tag.
+
+    Messages of one tag keep their order; one of another tag may overtake them.
+    """
+    received = _messages(ranks, "recv")
+    for ends, sent in _messages(ranks, "send").items():
+        for tag in dict.fromkeys(event.tag for event in sent):
+            yield ends, *([e for e in events if e.tag == tag] for events in (sent, received.get(ends, [])))
 
 
 def _why_not_received(
@@ -144,26 +164,36 @@ def _lost(
     receives: _Messages,
     locate: Locate,
 ) -> CheckEnded | None:
-    """A message that rank r waits for, although its other side was started too: nobody waits for that one."""
-    event = rank.events[-1] if rank.events else None
-    if event is None or event.kind not in ("send", "recv") or rank.status != "running":
+    """A message that rank r waits for, although its other side was started too: the two do not meet."""
+    event = waited_for(rank)
+    if event is None or event.kind not in ("send", "recv"):
         return None
     ours, theirs = (sends, receives) if event.kind == "send" else (receives, sends)
     ends = (r, event.peer) if event.kind == "send" else (event.peer, r)
-    waits_elsewhere = any(
-        pair[end] == r and len(events) > len(there.get(pair, []))
-        for end, here, there in ((0, sends, receives), (1, receives, sends))
-        for pair, events in here.items()
-    )
-    other = theirs.get(ends, [])[len(ours[ends]) - 1 :][:1]
-    if not other or waits_elsewhere:
+    other = theirs.get(ends, [])[ours[ends].index(event) :][:1]
+    if not other:
         return None
     met = f"rank {r} stood in {told(event, locate)}, and rank {event.peer}"
+    alone = Counter(e.tag for e in ours[ends]) - Counter(e.tag for e in theirs[ends])
+    if event.tag != other[0].tag and event.tag in alone:
+        return CheckEnded(
+            Verdict.WRONG,
+            f"{met} called {told(other[0], locate)}",
+            f"their tags differ, {event.tag} and {other[0].tag}: a message is received under the tag that it "
+            "was sent with",
+            "Give both sides one tag, or none.",
+        )
     if (event.num_elements, event.dtype) != (other[0].num_elements, other[0].dtype):
         return CheckEnded(
             Verdict.WRONG,
             f"{met} called {told(other[0], locate)}",
             help=SAME_SIZE,
+        )
+    if waited_for(ranks[event.peer]) == other[0]:
+        return CheckEnded(
+            Verdict.WRONG,
+            f"{met} in {told(other[0], locate)}: the two did not meet",
+            help="Both sides of a message must name the same group.",
         )
     what = "had returned" if ranks[event.peer].status == "done" else f"had called {told(other[0], locate)}"
     call = "isend" if event.kind == "recv" else "irecv"

@@ -283,13 +283,12 @@ def _standing(rank: RankReport, locate: Locate) -> str:
         return "had finished"
     if rank.status == "failed":
         return f"had raised {(rank.error or {}).get('type')}"
+    last = rank.events[-1] if rank.events and _in_torch(rank.stack) else None
+    event = messages.waited_for(rank) or last
     for place in _places_in(rank.stack, locate)[:1]:
-        waiting = (
-            f", waiting in {rank.events[-1].describe()}" if rank.events and _in_torch(rank.stack) else ""
-        )
-        return f"stood in {place}{waiting}"
-    if rank.events:
-        return f"waited in {messages.told(rank.events[-1], locate)}"
+        return f"stood in {place}" + (f", waiting in {event.describe()}" if event else "")
+    if event or rank.events:
+        return f"waited in {messages.told(event or rank.events[-1], locate)}"
     return "had not started to communicate"
 
 

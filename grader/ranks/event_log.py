@@ -14,6 +14,8 @@ MOST_EVENTS = 20_000
 MAX_EVENT = 16 << 10
 NOT_OURS = "something other than the grader wrote into the list of events"
 _HEAD = struct.Struct("<QQ")
+_WAITS = struct.Struct("<Q")
+_BEGIN = _HEAD.size + _WAITS.size
 _LENGTH = struct.Struct("<I")
 
 
@@ -27,7 +29,8 @@ class EventLog:
 
     def clear(self) -> None:
         """Begin anew."""
-        _HEAD.pack_into(self._memory, 0, 0, _HEAD.size)
+        _HEAD.pack_into(self._memory, 0, 0, _BEGIN)
+        self.waits_for = 0
 
     def add(self, body: bytes) -> None:
         """Write an event down: the head, which counts it, comes last."""
@@ -40,19 +43,28 @@ class EventLog:
                 _HEAD.pack_into(self._memory, 0, count + 1, behind)
 
     @property
+    def waits_for(self) -> int:
+        """`Event.index` of the message or collective in whose wait() the rank stands; 0 for none."""
+        return _WAITS.unpack_from(self._memory, _HEAD.size)[0]
+
+    @waits_for.setter
+    def waits_for(self, index: int) -> None:
+        _WAITS.pack_into(self._memory, _HEAD.size, index)
+
+    @property
     def head(self) -> bytes:
-        """Changes with every event."""
-        return self._memory[: _HEAD.size]
+        """Changes with every event, and with every wait."""
+        return self._memory[:_BEGIN]
 
     def contents(self) -> bytes:
         """All of it, for `events_in`."""
         end = _HEAD.unpack_from(self._memory)[1]
-        return self._memory[_HEAD.size : min(end, ROOM)]
+        return self._memory[_BEGIN : min(end, ROOM)]
 
 
 def is_whole(contents: bytes, num_events: int) -> bool:
     """Whether every event has found room."""
-    return num_events < MOST_EVENTS and len(contents) + MAX_EVENT < ROOM - _HEAD.size
+    return num_events < MOST_EVENTS and len(contents) + MAX_EVENT < ROOM - _BEGIN
 
 
 def events_in(contents: bytes) -> Iterator[bytes]:

@@ -62,6 +62,8 @@ class RankReport:
     error: dict[str, Any] | None = None
     began: bool = False
     events: list[Event] = field(default_factory=list)
+    waits_for: int = 0
+    """`Event.index` of what it waited for when it was stopped; 0 for nothing that was seen to start."""
     races: list[Race] = field(default_factory=list)
     exit_code: int | None = None
     stack: str = ""

@@ -51,6 +51,8 @@ class Event:
     """Name of the last mark, "" before the first."""
     index: int
     """Position in the stream of all operations of this rank."""
+    tag: int = 0
+    """Of a message: it meets the one that has the same."""
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Event":
@@ -67,7 +69,8 @@ class Event:
         op = f" ({self.op})" if self.op else ""
         what = f" of {self.num_elements} {self.dtype}" if self.dtype else ""
         peer = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.kind, "")
-        return f"{self.kind}{op}{what}{peer}"
+        tag = f" (tag {self.tag})" if self.tag else ""
+        return f"{self.kind}{op}{what}{peer}{tag}"
 
 
 def _is_number(value: Any) -> bool:

@@ -402,7 +402,7 @@ class _Run:
 
     def report(self) -> None:
         """Tell the judge everything, as plain data."""
-        states = [asdict(rank.state) for rank in self.ranks]
+        states = [{**asdict(rank.state), "waits_for": rank.log.waits_for} for rank in self.ranks]
         seconds = time.monotonic() - self.began
         summary = {"ended": self.ended, "seconds": seconds, "ranks": states}
         self._wake_fork_server()
