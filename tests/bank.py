@@ -1,9 +1,7 @@
 """The bank of mistakes: wrong implementations, kept as edits to the reference."""
 
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from grader.judging.course import Lesson, lessons
 from grader.judging.judge import Settings, grade_exercise
@@ -11,7 +9,7 @@ from grader.judging.submission import Submission, from_cells
 from grader.judging.trial import Exercise
 from grader.judging.verdicts import ExerciseReport
 from grader.ranks.isolation import ROOT
-from grader.ranks.launcher import Code, Launcher, RunReport, Session, shared_launcher
+from grader.ranks.launcher import Code, Launcher, Session, shared_launcher
 from grader.ranks.limits import Limits
 from nanogpt.implementation import Cell
 
@@ -72,13 +70,6 @@ class SharedCode(Code):
         return Code(trusted=True)
 
 
-class BelievedSession(Session):
-    """What fails on ranks that had worked before counts at once."""
-
-    def run(self, probe: Callable[..., Any] | None, code: Code, *arguments: Any, **options: Any) -> RunReport:
-        return replace(super().run(probe, code, *arguments, **options), fresh=True)
-
-
 class BankLauncher(Launcher):
     """Ranks that one mistake leaves to the next, and the next, for a while: starting them takes longest."""
 
@@ -91,12 +82,11 @@ class BankLauncher(Launcher):
         self._uses = 0
 
     def borrow(self, num_ranks: int, world_size: int, code: Code) -> Session:
-        """A session that is believed."""
+        """A session: mostly of ranks that another mistake has left."""
         self._uses += 1
         if self._uses % self.MOST_USES == 0:  # groups that submissions have made stay as long as their ranks
             self.dismiss()
-        session = super().borrow(num_ranks, world_size, code)
-        return session if isinstance(session, BelievedSession) else BelievedSession(self)
+        return super().borrow(num_ranks, world_size, code)
 
 
 def judge(
@@ -111,7 +101,7 @@ def judge(
     code, settings = submission.code(), Settings(seed=7, ranks=ranks)
     if isinstance(launcher, BankLauncher):
         code = SharedCode(**vars(code))
-        settings = replace(settings, keep_ranks=True, limits=launcher.LIMITS)
+        settings = replace(settings, keep_ranks=True, tries_again=False, limits=launcher.LIMITS)
     return grade_exercise(
         exercise,
         lesson.name,

@@ -46,6 +46,8 @@ class Settings:
     """In how many layouts of ranks to try a check at the same time."""
     keep_ranks: bool = False
     """More exercises of the same submission follow: leave them the ranks, until the launcher is closed."""
+    tries_again: bool = True
+    """Whether fresh ranks are asked, too, where a run before, or a busy machine, may be to blame."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def grade_exercise(
             settings.limits,
             settings.device,
             exercise.distributed,
+            tries_again=settings.tries_again,
         )
         for layout in layouts
     ]
@@ -260,8 +263,8 @@ def _try(check: Check, trial: Trial) -> CheckEnded | CheckReport | None:
     seen of fresh ones beside their numbers: a starved thread holds bytes for longer, and answers late.
     """
     end = _try_once(check, trial)
-    again = trial.reused or (isinstance(end, CheckEnded) and end.observed)
-    return _try_once(check, trial.apart) if end is not None and again else end
+    doubtful = trial.reused or (isinstance(end, CheckEnded) and end.observed)
+    return _try_once(check, trial.apart) if end is not None and doubtful and trial.tries_again else end
 
 
 def _try_once(check: Check, trial: Trial) -> CheckEnded | CheckReport | None:

@@ -188,7 +188,8 @@ class Trial:
     Attributes:
         num_ranks: size of the group, n.
         rng: Python random numbers of the check that runs.
-        reused: whether a run had ranks that had worked before. What fails then must fail `apart` as well.
+        reused: whether a run had ranks that had worked before. What fails then must fail `apart` as well,
+            if it is to be tried again.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class Trial:
         device: str,
         distributed: bool,
         keep_ranks: bool = True,
+        tries_again: bool = True,
     ) -> None:
         self._with = partial(
             Trial,
@@ -222,6 +224,7 @@ class Trial:
         self._code = code
         self._launcher = launcher
         self._keep_ranks = keep_ranks
+        self.tries_again = tries_again
         self._session: Session | None = None
         self.reused = False
         self._locate = locate
