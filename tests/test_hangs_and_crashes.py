@@ -346,6 +346,22 @@ def test_who_stands_in_the_very_message_is_not_said_to_have_dropped_it() -> None
     assert "handle" not in words
 
 
+def test_who_receives_from_any_rank_is_not_told_which_message_is_missing() -> None:
+    def from_anyone() -> None:
+        group = dist.group.WORLD
+        if group.rank() == 0:
+            dist.send(torch.ones(1000), group=group, group_dst=1)
+        else:
+            dist.recv(torch.empty(1000), group=group)
+            dist.recv(torch.empty(1000), group=group)
+
+    with pytest.raises(RuntimeError) as told:
+        run_ranks(from_anyone, ranks=2)
+    words = " ".join(str(told.value).split())
+    assert "waiting in recv of 1000 float32 from any rank" in words
+    assert "never" not in words
+
+
 def test_who_stands_elsewhere_than_in_its_message_does_not_blame_its_peer() -> None:
     def sleep() -> None:
         group = dist.group.WORLD

@@ -90,6 +90,8 @@ def too_short(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
 def unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     """Messages that nobody took, that nobody sent, or that nobody waited for."""
     sends, receives = _messages(ranks, "send"), _messages(ranks, "recv")
+    if any(source is None for source, _ in receives):  # from any rank: nobody knows which send is meant
+        return None
     for r, rank in enumerate(ranks):
         lost = _lost(r, rank, ranks, sends, receives, locate)
         if lost:

@@ -68,7 +68,8 @@ class Event:
         """Such as `all_reduce (SUM) of 12 float32`."""
         op = f" ({self.op})" if self.op else ""
         what = f" of {self.num_elements} {self.dtype}" if self.dtype else ""
-        peer = {"send": f" to rank {self.peer}", "recv": f" from rank {self.peer}"}.get(self.kind, "")
+        other = "any rank" if self.peer is None else f"rank {self.peer}"
+        peer = {"send": f" to {other}", "recv": f" from {other}"}.get(self.kind, "")
         tag = f" (tag {self.tag})" if self.tag else ""
         return f"{self.kind}{op}{what}{peer}{tag}"
 

@@ -96,7 +96,7 @@ def alive_over_step(shard: Callable[[GPT, Any], nn.Module] | None) -> list[float
 
 
 def steps_in_time(
-    ways: dict[str, Any], rows: int = 2, bytes_per_second: float = GIGABIT, repeat: int = 8
+    ways: dict[str, Any], rows: int = 2, bytes_per_second: float = GIGABIT, repeat: int = 5
 ) -> dict[str, dict[str, Any]]:
     """On a rank: the fastest step of each way, which take turns on an imitated wire; times in ms."""
     group = dist.group.WORLD

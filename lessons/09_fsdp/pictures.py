@@ -187,7 +187,7 @@ def draw_prefetch(shard: Any) -> None:
     draw_steps_into(axes, steps)
     plt.tight_layout()
     plt.show()
-    print("milliseconds that rank 0 waits for the wire, in the fastest of eight steps")
+    print("milliseconds that rank 0 waits for the wire, in the fastest of five steps")
     print("                               gathers   reduce-scatters   of a step of")
     for how, step in steps.items():
         gathers, reduces = (sum(t for k, t in step["exposed"] if k == kind) for kind in WIRE_KINDS)
