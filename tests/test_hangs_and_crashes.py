@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -148,6 +149,13 @@ def test_a_message_to_a_rank_that_is_not_there_is_told(
     assert f"there is no rank {nobody}: its ranks are 0 to 1" in report.cause
 
 
+def words_of(function: Callable[[], None], ranks: int) -> str:
+    """What is said of a run that fails, in one line."""
+    with pytest.raises(RuntimeError) as told:
+        run_ranks(function, ranks=ranks)
+    return " ".join(str(told.value).split())
+
+
 def test_a_message_that_nobody_waits_for_is_told_in_seconds() -> None:
     """Gloo's thread spins for ever on the dropped message: that is no progress."""
 
@@ -247,9 +255,7 @@ def test_who_waits_for_whom_in_a_smaller_group_is_told_by_the_run_s_ranks() -> N
         group = pairs[dist.get_rank() % 2]
         dist.send(torch.ones(100_000), group=group, group_dst=1 - group.rank())
 
-    with pytest.raises(RuntimeError) as told:
-        run_ranks(send_across, ranks=4)
-    words = " ".join(str(told.value).split())
+    words = words_of(send_across, ranks=4)
     assert all(f"waiting in send of 100000 float32 to rank {peer}" in words for peer in range(4))
 
 
@@ -310,9 +316,7 @@ def test_messages_whose_tags_differ_are_named() -> None:
         for work in works:
             work.wait()
 
-    with pytest.raises(RuntimeError) as told:
-        run_ranks(shift, ranks=2)
-    words = " ".join(str(told.value).split())
+    words = words_of(shift, ranks=2)
     assert "their tags differ, 0 and 1" in words
     assert "waiting in send of 1000 float32 to rank 0 (tag 1)" in words  # and not in what it started last
 
@@ -330,6 +334,31 @@ def test_messages_of_another_tag_may_overtake() -> None:
     assert run_ranks(overtake, ranks=2) == [None, None]
 
 
+def test_messages_of_another_group_may_overtake() -> None:
+    def overtake() -> None:
+        group, other = dist.group.WORLD, dist.new_group([0, 1])
+        if dist.get_rank() == 0:
+            works = [dist.isend(torch.ones(n), group=g, group_dst=1) for g, n in ((group, 20), (other, 10))]
+        else:
+            works = [dist.irecv(torch.ones(n), group=g, group_src=0) for g, n in ((other, 10), (group, 20))]
+        for work in works:
+            work.wait()
+
+    assert run_ranks(overtake, ranks=2) == [None, None]
+
+
+def test_messages_whose_groups_differ_are_named() -> None:
+    def name_a_group_and_the_world() -> None:
+        pair = dist.new_group([0, 1])
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1000), dst=1)
+        elif dist.get_rank() == 1:
+            dist.recv(torch.empty(1000), group=pair, group_src=0)
+
+    words = words_of(name_a_group_and_the_world, ranks=3)
+    assert "their groups differ: one in a group of 3 ranks, the other in one of 2" in words
+
+
 def test_who_stands_in_the_very_message_is_not_said_to_have_dropped_it() -> None:
     def name_two_groups() -> None:
         group, other = dist.group.WORLD, dist.new_group([0, 1])
@@ -338,9 +367,7 @@ def test_who_stands_in_the_very_message_is_not_said_to_have_dropped_it() -> None
         else:
             dist.recv(torch.empty(1000), group=other, group_src=0)
 
-    with pytest.raises(RuntimeError) as told:
-        run_ranks(name_two_groups, ranks=2)
-    words = " ".join(str(told.value).split())
+    words = words_of(name_two_groups, ranks=2)
     assert "the two did not meet" in words
     assert "Both sides of a message must name the same group." in words
     assert "handle" not in words
@@ -355,9 +382,7 @@ def test_who_receives_from_any_rank_is_not_told_which_message_is_missing() -> No
             dist.recv(torch.empty(1000), group=group)
             dist.recv(torch.empty(1000), group=group)
 
-    with pytest.raises(RuntimeError) as told:
-        run_ranks(from_anyone, ranks=2)
-    words = " ".join(str(told.value).split())
+    words = words_of(from_anyone, ranks=2)
     assert "waiting in recv of 1000 float32 from any rank" in words
     assert "never" not in words
 
@@ -372,9 +397,7 @@ def test_who_stands_elsewhere_than_in_its_message_does_not_blame_its_peer() -> N
         else:
             dist.recv(torch.empty(1000), group=group, group_src=0)
 
-    with pytest.raises(RuntimeError) as told:
-        run_ranks(sleep, ranks=2)
-    words = " ".join(str(told.value).split())
+    words = words_of(sleep, ranks=2)
     assert "`time.sleep(60)`" in words
     assert "did not wait" not in words
     assert "waiting in" not in words

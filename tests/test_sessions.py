@@ -137,9 +137,12 @@ def test_what_is_wrong_on_ranks_that_had_worked_must_be_wrong_on_fresh_ones(
     assert [check.verdict for check in report.checks] == [Verdict.PASSED, verdict]
 
 
-@pytest.mark.parametrize(("observed", "verdict"), [(True, Verdict.PASSED), (False, Verdict.WRONG)])
+@pytest.mark.parametrize(
+    ("observed", "tries_again", "verdict"),
+    [(True, True, Verdict.PASSED), (False, True, Verdict.WRONG), (True, False, Verdict.WRONG)],
+)
 def test_what_was_seen_of_fresh_ranks_is_looked_at_twice_and_their_numbers_once(
-    launcher: Launcher, observed: bool, verdict: Verdict
+    launcher: Launcher, observed: bool, tries_again: bool, verdict: Verdict
 ) -> None:
     looks = []
 
@@ -152,6 +155,6 @@ def test_what_was_seen_of_fresh_ranks_is_looked_at_twice_and_their_numbers_once(
 
     checks = [Check("punctual", "made_up", "", on_time_the_second_time, list)]
     exercise = Exercise("made_up", (2,), False, (), False, True, (), checks)
-    settings = Settings(limits=LIMITS)
+    settings = Settings(limits=LIMITS, tries_again=tries_again)
     report = grade_exercise(exercise, "00", COUNTING, launcher, settings, lambda file, line: "")
-    assert (report.verdict, looks) == (verdict, [False] * (1 + observed))
+    assert (report.verdict, looks) == (verdict, [False] * (1 + (observed and tries_again)))

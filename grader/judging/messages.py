@@ -1,8 +1,9 @@
 """Messages that do not go together: one that nobody sent, took or waited for, or two sizes that differ."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.ranks.launcher import RankReport
@@ -12,6 +13,7 @@ Locate = Callable[[str, int], str]
 """File and line of the learner's code → the words for it; "" for other code."""
 
 SAME_SIZE = "Both sides of a message need tensors of the same size and dtype."
+SAME_GROUP = "Both sides of a message must name the same group."
 
 
 def seen_from(event: Event, group: Sequence[int]) -> Event:
@@ -58,8 +60,10 @@ def told(event: Event, locate: Locate) -> str:
 
 def misfit(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     """The first message that is longer than the tensor it was received into: gloo ends the process."""
-    for (r, peer), sends, receives in _under_one_tag(ranks):
-        for sent, received in zip(sends, receives, strict=False):
+    receives = _messages(ranks, "recv")
+    for channel, events in _messages(ranks, "send").items():
+        r, peer = channel[:2]
+        for sent, received in zip(events, receives.get(channel, []), strict=False):
             if sent.num_bytes > received.num_bytes:
                 return CheckEnded(
                     Verdict.WRONG,
@@ -73,10 +77,16 @@ def misfit(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
 def too_short(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     """A message that is shorter than the tensor that it was received into: gloo says nothing, others do.
 
-    Only where as many were sent as received.
+    Only where as many were sent as received, and of other sizes: two groups may have the same ranks, and
+    what is sent in one may overtake what is sent in the other.
     """
-    for (r, peer), sends, receives in _under_one_tag(ranks):
-        for sent, received in zip(sends, receives, strict=True) if len(sends) == len(receives) else ():
+    receives = _messages(ranks, "recv")
+    for channel, events in _messages(ranks, "send").items():
+        r, peer = channel[:2]
+        taken = receives.get(channel, [])
+        if sorted(e.num_bytes for e in events) == sorted(e.num_bytes for e in taken):
+            continue
+        for sent, received in zip(events, taken, strict=True) if len(events) == len(taken) else ():
             if sent.num_bytes < received.num_bytes:
                 return CheckEnded(
                     Verdict.WRONG,
@@ -90,21 +100,22 @@ def too_short(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
 def unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     """Messages that nobody took, that nobody sent, or that nobody waited for."""
     sends, receives = _messages(ranks, "send"), _messages(ranks, "recv")
-    if any(source is None for source, _ in receives):  # from any rank: nobody knows which send is meant
+    if any(channel.source is None for channel in receives):  # from any rank: nobody knows which send is meant
         return None
     for r, rank in enumerate(ranks):
         lost = _lost(r, rank, ranks, sends, receives, locate)
         if lost:
             return lost
-    for (r, peer), events in sends.items():
-        count = len(receives.get((r, peer), []))
+    for channel, events in sends.items():
+        r, peer = channel[:2]
+        count = len(receives.get(channel, []))
         if len(events) > count:
             message = f"rank {r} called {told(events[count], locate)}, and rank {peer} never received it"
             return CheckEnded(Verdict.WRONG, message, *_why_not_received(peer, ranks, sends, receives))
     never_sent = [
-        (waited_for(ranks[r]) not in events, r, source)
-        for (source, r), events in receives.items()
-        if len(events) > len(sends.get((source, r), []))
+        (waited_for(ranks[channel.destination]) not in events, channel.destination, channel.source)
+        for channel, events in receives.items()
+        if len(events) > len(sends.get(channel, []))
     ]
     if never_sent:  # of several, the one in whose wait a rank stands
         _, r, source = min(never_sent, key=lambda one: one[0])
@@ -114,8 +125,21 @@ def unmatched(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | None:
     return None
 
 
-_Messages = dict[tuple[int, int | None], list[Event]]
-"""Events by (source, destination)."""
+class _Channel(NamedTuple):
+    """What messages have in common that keep their order: those of another may overtake them."""
+
+    source: int | None
+    destination: int | None
+    group: tuple[int, ...]
+    tag: int
+
+
+_Messages = dict[_Channel, list[Event]]
+
+
+def _channel(r: int, event: Event) -> _Channel:
+    source, destination = (r, event.peer) if event.kind == "send" else (event.peer, r)
+    return _Channel(source, destination, event.group, event.tag)
 
 
 def _messages(ranks: Sequence[RankReport], kind: str) -> _Messages:
@@ -123,31 +147,17 @@ def _messages(ranks: Sequence[RankReport], kind: str) -> _Messages:
     for r, rank in enumerate(ranks):
         for event in rank.events:
             if event.kind == kind:
-                ends = (r, event.peer) if kind == "send" else (event.peer, r)
-                found[ends].append(event)
+                found[_channel(r, event)].append(event)
     return found
-
-
-def _under_one_tag(
-    ranks: Sequence[RankReport],
-) -> Iterator[tuple[tuple[int, int | None], list[Event], list[Event]]]:
-    """Source and destination, what was sent from one to the other, and what was received, tag by tag.
-
-    Messages of one tag keep their order; one of another tag may overtake them.
-    """
-    received = _messages(ranks, "recv")
-    for ends, sent in _messages(ranks, "send").items():
-        for tag in dict.fromkeys(event.tag for event in sent):
-            yield ends, *([e for e in events if e.tag == tag] for events in (sent, received.get(ends, [])))
 
 
 def _why_not_received(
     peer: int | None, ranks: Sequence[RankReport], sends: _Messages, receives: _Messages
 ) -> tuple[str, str]:
     """The cause, and the next step."""
-    for (source, r), events in receives.items():
-        if r == peer and len(events) > len(sends.get((source, r), [])):
-            cause = f"rank {peer} waits for a message from rank {source}, who sends it none"
+    for channel, events in receives.items():
+        if channel.destination == peer and len(events) > len(sends.get(channel, [])):
+            cause = f"rank {peer} waits for a message from rank {channel.source}, who sends it none"
             return cause, "A send and its receive must name each other: who sends to whom?"
     stuck = all(
         rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
@@ -171,20 +181,11 @@ def _lost(
     if event is None or event.kind not in ("send", "recv"):
         return None
     ours, theirs = (sends, receives) if event.kind == "send" else (receives, sends)
-    ends = (r, event.peer) if event.kind == "send" else (event.peer, r)
-    other = theirs.get(ends, [])[ours[ends].index(event) :][:1]
-    if not other:
-        return None
+    channel = _channel(r, event)
     met = f"rank {r} stood in {told(event, locate)}, and rank {event.peer}"
-    alone = Counter(e.tag for e in ours[ends]) - Counter(e.tag for e in theirs[ends])
-    if event.tag != other[0].tag and event.tag in alone:
-        return CheckEnded(
-            Verdict.WRONG,
-            f"{met} called {told(other[0], locate)}",
-            f"their tags differ, {event.tag} and {other[0].tag}: a message is received under the tag that it "
-            "was sent with",
-            "Give both sides one tag, or none.",
-        )
+    other = theirs.get(channel, [])[ours[channel].index(event) :][:1]
+    if not other:
+        return _crossed(channel, ours, theirs, met, locate)
     if (event.num_elements, event.dtype) != (other[0].num_elements, other[0].dtype):
         return CheckEnded(
             Verdict.WRONG,
@@ -195,11 +196,11 @@ def _lost(
         return CheckEnded(
             Verdict.WRONG,
             f"{met} in {told(other[0], locate)}: the two did not meet",
-            help="Both sides of a message must name the same group.",
+            help=SAME_GROUP,
         )
     what = "had returned" if ranks[event.peer].status == "done" else f"had called {told(other[0], locate)}"
     call = "isend" if event.kind == "recv" else "irecv"
-    last = f", the last one with rank {r}" if other[0] is theirs[ends][-1] else ""
+    last = f", the last one with rank {r}" if other[0] is theirs[channel][-1] else ""
     return CheckEnded(
         Verdict.WRONG,
         f"{met} {what}",
@@ -207,3 +208,25 @@ def _lost(
         "travel",
         help=f"Keep what {call} returns, and call its wait(): for each one, before the function returns.",
     )
+
+
+def _crossed(
+    channel: _Channel, ours: _Messages, theirs: _Messages, met: str, locate: Locate
+) -> CheckEnded | None:
+    """A message whose other side has another tag, or is in a group of other ranks."""
+    for there, events in theirs.items():
+        alone = events[len(ours.get(there, [])) :]
+        if there[:2] != channel[:2] or not alone:
+            continue
+        message = f"{met} called {told(alone[0], locate)}"
+        if there.group != channel.group:
+            groups = f"one in a group of {len(channel.group)} ranks, the other in one of {len(there.group)}"
+            return CheckEnded(Verdict.WRONG, message, f"their groups differ: {groups}", SAME_GROUP)
+        return CheckEnded(
+            Verdict.WRONG,
+            message,
+            f"their tags differ, {channel.tag} and {there.tag}: a message is received under the tag that it "
+            "was sent with",
+            "Give both sides one tag, or none.",
+        )
+    return None

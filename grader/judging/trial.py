@@ -188,8 +188,8 @@ class Trial:
     Attributes:
         num_ranks: size of the group, n.
         rng: Python random numbers of the check that runs.
-        reused: whether a run had ranks that had worked before. What fails then must fail `apart` as well,
-            if it is to be tried again.
+        reused: whether a run had ranks that had worked before. What fails then must fail `apart` as well.
+        tries_again: whether it is asked to; else what fails at first counts.
     """
 
     def __init__(

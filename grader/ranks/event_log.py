@@ -53,8 +53,8 @@ class EventLog:
 
     @property
     def head(self) -> bytes:
-        """Changes with every event, and with every wait."""
-        return self._memory[:_BEGIN]
+        """Changes with every event. Who asks a handle again and again gets no further, so a wait is none."""
+        return self._memory[: _HEAD.size]
 
     def contents(self) -> bytes:
         """All of it, for `events_in`."""

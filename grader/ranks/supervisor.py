@@ -72,6 +72,8 @@ class RankState:
     exit_code: int | None = None
     stack: str = ""
     """Where it stood when it was stopped, innermost call first, as faulthandler writes it."""
+    waits_for: int = 0
+    """`Event.index` of what it waited for then; 0 for nothing that was seen to start."""
     output: str = ""
     ended_at: float | None = None
     """Seconds since the run began."""
@@ -376,6 +378,7 @@ class _Run:
         for rank in self.ranks:
             rank.dump.seek(0)
             rank.state.stack = rank.dump.read(OUTPUT_LIMIT).decode(errors="replace")
+            rank.state.waits_for = rank.log.waits_for
         if shared.new():  # mostly there is none
             below = descendants()
             shared.see(below)
@@ -402,7 +405,7 @@ class _Run:
 
     def report(self) -> None:
         """Tell the judge everything, as plain data."""
-        states = [{**asdict(rank.state), "waits_for": rank.log.waits_for} for rank in self.ranks]
+        states = [asdict(rank.state) for rank in self.ranks]
         seconds = time.monotonic() - self.began
         summary = {"ended": self.ended, "seconds": seconds, "ranks": states}
         self._wake_fork_server()
