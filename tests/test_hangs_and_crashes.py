@@ -1,6 +1,7 @@
 """Ranks that hang, crash, or take more than they may: the verdict, the words, and what is left behind."""
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -303,6 +304,24 @@ def test_a_ring_whose_sends_are_not_waited_for_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)deadlock.*rank\s+\d\s+did\s+not\s+wait\s+for"):
         run_ranks(drop, ranks=4)
     assert time.monotonic() - began < 40  # of the 120 seconds that it may take
+
+
+def test_a_machine_that_was_held_up_is_no_deadlock(launcher: Launcher) -> None:
+    """As by a laptop's lid: who keeps the ranks wakes, and has not looked for a long time."""
+
+    def hold_up(rank):
+        keeper = psutil.Process(os.getppid())
+        those = [keeper.parent(), keeper]  # the fork server ends a keeper that it sees stopped
+        if rank.rank == 0:
+            for process in those:
+                process.suspend()
+            time.sleep(3)
+            for process in those[::-1]:
+                process.resume()
+        time.sleep(3.5 - 3 * (rank.rank == 0))
+
+    report = launcher.run(hold_up, Code(trusted=True), [(), ()], limits=Limits(idle=1.5))
+    assert report.ended == "complete"
 
 
 def test_messages_whose_tags_differ_are_named() -> None:

@@ -1,6 +1,7 @@
 """What pages measure with: meters, the tap that imitates a wire; lessons are found by name."""
 
 import importlib
+import itertools
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grader import run_ranks
+from lessons.page.hidden import paces
 from lessons.page.memory import Meter, kept_bytes, kept_for_backward
 from lessons.page.messages import Messages
 from lessons.page.mountain import draw_mountains
@@ -111,6 +113,17 @@ def test_the_tap_sees_the_messages_of_a_batch() -> None:
         assert found["from"] == 1 - rank
         assert found["waited"] >= 0.2
         assert found["told"] == "P2POp(isend "
+
+
+def paced(readings: list[float]) -> list[float]:
+    """What a rank takes for the pace of computing, from its own readings."""
+    return list(itertools.islice(paces(iter(readings).__next__), len(readings) - 3))
+
+
+def test_a_machine_that_stood_still_makes_no_wire_on_which_nothing_arrives() -> None:
+    readings = [9.0, 0.5, 0.4, 0.6, 9.0, 0.7]
+    for found in run_ranks(paced, readings, ranks=2):
+        assert found == [0.6, 0.8, 0.7]
 
 
 def watched() -> dict:

@@ -49,6 +49,8 @@ TREE_SECONDS = 0.5
 GRACE_SECONDS = 0.25
 WORDS_SECONDS = 1.0
 """That a rank may take, beyond a tenth, to write where it stands."""
+STALL_SECONDS = 0.5
+"""Between two looks; where it is more, the machine was held up, and not the ranks alone."""
 STAND_SECONDS = 0.1
 """That ranks may take to stand still between two runs."""
 LEAST_CPU = 0.015
@@ -229,11 +231,14 @@ class _Run:
     def watch(self) -> None:
         """Listen until every rank has answered, or until something ends the run early."""
         deadline = self.began + self.header["timeout"]
-        trouble_at, next_look = None, self.began + TICK_SECONDS
+        trouble_at, next_look, before = None, self.began + TICK_SECONDS, self.began
         life, threads = _Progress(self.began), _Progress(self.began)
         while not self.ended:
             progressed = self._listen()
             now = time.monotonic()
+            held_up, before = now - before, now
+            if held_up > STALL_SECONDS:  # by a laptop's lid, or by another virtual machine
+                life.last, threads.last = life.last + held_up, threads.last + held_up
             self._reap()
             states = [rank.state.status for rank in self.ranks]
             if all(status == "done" for status in states):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grader import run_ranks
-from lessons.page.hidden import GIGABIT
+from lessons.page.hidden import GIGABIT, paces
 from lessons.page.loopback import loopback_bytes
 from lessons.page.tap import Tap
 from lessons.page.timeline import Step
@@ -182,11 +182,12 @@ def hidden_shares(
     module, finish = way(model, group)
     sent = 2 * (group.size() - 1) / group.size() * sum(4 * p.numel() for p in model.parameters())
     found: list[list[float]] = [[] for _ in ratios]
-    for _ in range(repeat):
+
+    def seconds_of_backward() -> float:
         (_, began, ended, _), _ = _one_step(module, finish, None, inputs, targets)
-        mean = torch.tensor(ended - began, dtype=torch.float64)
-        dist.all_reduce(mean, group=group)
-        backward = mean.item() / group.size()
+        return ended - began
+
+    for _, backward in zip(range(repeat), paces(seconds_of_backward), strict=False):
         for shares, ratio in zip(found, ratios, strict=True):
             (_, _, ended, _), log = _one_step(module, finish, sent * ratio / backward, inputs, targets)
             shares.append(1 - max(0.0, log[-1]["end"] - ended) * ratio / backward)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from grader import run_ranks
+from lessons.page.hidden import paces
 from lessons.page.memory import kept_bytes
 from lessons.page.tap import Tap
 from lessons.page.watch import Watch
@@ -110,13 +111,15 @@ def hidden_parts(ring: Attention, ratios: Sequence[float], repeat: int = 9) -> l
     """
     q, k, v = torch.randn(3, 2, 4, 256, 64)
     found: list[list[float]] = [[] for _ in ratios]
-    for _ in range(repeat):
-        hop = _sent_in_forward(ring, q, k, v, None)
-        computing = torch.tensor(hop[0]["waits"][0] - hop[0]["start"], dtype=torch.float64)
-        dist.all_reduce(computing)
-        a_second = sum(entry["bytes"] for entry in hop) / (computing.item() / dist.get_world_size())
+    sent = sum(entry["bytes"] for entry in _sent_in_forward(ring, q, k, v, None))
+
+    def seconds_of_computing() -> float:
+        hop = _sent_in_forward(ring, q, k, v, None)[0]
+        return hop["waits"][0] - hop["start"]
+
+    for _, computing in zip(range(repeat), paces(seconds_of_computing), strict=False):
         for parts, ratio in zip(found, ratios, strict=True):
-            parts.append(_hidden(_sent_in_forward(ring, q, k, v, a_second * ratio)))
+            parts.append(_hidden(_sent_in_forward(ring, q, k, v, sent * ratio / computing)))
     return [statistics.median(parts) for parts in found]
 
 

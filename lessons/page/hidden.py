@@ -1,8 +1,10 @@
 """How much of the wire's time computing hides: measured beside a formula, and on published machines."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
 
 from lessons.page.look import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, figure
 
@@ -21,6 +23,21 @@ MACHINES: dict[str, tuple[float, float]] = {
 Where the GPUs of a machine share what comes in and goes out, its wire carries S once and not eight times. The
 published figures are in tests/published_figures.yaml (stas00/ml-engineering and jax-ml/scaling-book).
 """
+
+
+def paces(measure: Callable[[], float], ahead: int = 3) -> Iterator[float]:
+    """On a rank: how long computing takes now, measured anew for each, in seconds; the mean over the ranks.
+
+    An imitated wire is as slow as that says. A machine that stood still for a moment has not computed, and
+    would give a wire on which nothing arrives: so it is at most twice the shortest. Some are measured ahead.
+    """
+    found: list[float] = []
+    while True:
+        seconds = torch.tensor(measure(), dtype=torch.float64)
+        dist.all_reduce(seconds)
+        found.append(seconds.item() / dist.get_world_size())
+        if len(found) > ahead:
+            yield min(found[-1], 2 * min(found))
 
 
 def draw_shares(
