@@ -107,7 +107,10 @@ def step_on_ranks(rank: Any, whole: Tensor, between: float, steps: Steps) -> dic
             "shard": module.shard().detach().clone(),
             "recording": recording,
         }
-    return result
+    module = ShardedLine(whole, rank.group).to(rank.device)
+    optimizer = SGD([module.parts[0]], lr=0.1)
+    norm = rank.submission.clipped_step(module, optimizer, *steps[0], MAX_NORMS[0], rank.group)
+    return result | {"partly held": torch.as_tensor(norm).detach().to(torch.float32).reshape(())}
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,14 @@ def between_parts_and_whole(whole: Tensor, by_rank: list[Steps]) -> float:
     return 1.05 * largest if 1.05 * largest < 0.9 * gradient.norm().item() else 0.0
 
 
+def norm_of_first_parts(whole: Tensor, by_rank: list[Steps]) -> Tensor:
+    """Of the first step's gradient: that of the first of each rank's two parameters."""
+    model, n = WholeLine(whole), len(by_rank)
+    (sum(model(*steps[0])[1] for steps in by_rank) / n).backward()
+    shards = model.weight.grad.split(-(-SIZE // n))
+    return torch.cat([shard.chunk(2)[0] for shard in shards]).norm().float()
+
+
 def draw(trial: Trial) -> tuple[Tensor, list[Steps], float]:
     """Weights, every rank's steps, and a norm between the parts' and the whole gradient's."""
     between = 0.0
@@ -239,7 +250,11 @@ def observe(trial: Trial) -> SimpleNamespace:
         in_one_process(whole, by_rank, between, way, 1).end for way in (RIGHT, replace(RIGHT, clips=False))
     ]
     return SimpleNamespace(
-        results=results, by_max_norm={m: ends(m) for m in MAX_NORMS}, between=between, once=once
+        results=results,
+        by_max_norm={m: ends(m) for m in MAX_NORMS},
+        between=between,
+        once=once,
+        first_parts=norm_of_first_parts(whole, by_rank),
     )
 
 
@@ -269,6 +284,14 @@ def norm_is_that_of_the_whole_gradient(trial: Trial) -> None:
             help=HELP,
             rtol=1e-3,
         )
+    trial.close(
+        "the norm of a step whose optimizer holds one of the module's two parameters",
+        [result["partly held"] for result in seen.results],
+        [norms[0] for norms in seen.by_max_norm[MAX_NORMS[0]].right.norms],
+        alternatives={"it is the norm of what the optimizer holds": seen.first_parts},
+        help="Ask module.parameters(): their gradients together are the whole one.",
+        rtol=1e-3,
+    )
 
 
 def require_ends(trial: Trial, max_norm: float, help: str) -> None:

@@ -362,9 +362,13 @@ def adamw_trains_as_one_process_does(trial: Trial) -> None:
 
 @check("FullySharded", world_sizes=(4,), subgroup=False)
 def parameters_smaller_than_the_group(trial: Trial) -> None:
-    """A GPT with biases of three numbers trains the same on four ranks: some have no share of them."""
+    """A GPT of frozen tables, whose biases have three numbers, trains the same on four ranks."""
     require_another_end(
-        trial, narrow_gpt, "SGD", "A rank's share of a small parameter may be empty: pad what you send."
+        trial,
+        narrow_gpt,
+        "SGD",
+        "A rank's share of a small parameter may be empty: pad what you send. Where the tables are frozen, "
+        "the first block's input needs no gradient.",
     )
 
 

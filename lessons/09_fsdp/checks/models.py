@@ -57,8 +57,11 @@ def odd_gpt() -> GPT:
 
 
 def narrow_gpt() -> GPT:
-    """A GPT whose biases and norms have three numbers: fewer than four ranks."""
-    return GPT(GPTConfig(block_size=8, vocab_size=VOCAB, n_layer=2, n_head=1, n_embd=3))
+    """A GPT whose biases have three numbers, fewer than four ranks; its blocks alone are trained."""
+    model = GPT(GPTConfig(block_size=8, vocab_size=VOCAB, n_layer=2, n_head=1, n_embd=3))
+    for table in (model.transformer.wte, model.transformer.wpe):
+        table.weight.requires_grad_(False)
+    return model
 
 
 def dropping_gpt() -> GPT:

@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +65,10 @@ def dense_branch(branch: nn.Module, x: Tensor, upstream: Tensor) -> SimpleNamesp
 
 def observe_branch(name: str):
     def observe(trial: Trial) -> dict[str, SimpleNamespace]:
+        odd = {"n_head": 3, "n_embd": 21} if BRANCH[name][0] is MLP else {}  # no head has to be whole there
         seen = {
             "with bias": branch_case(trial, name, bias=True),
-            "without bias": branch_case(trial, name, bias=False),
+            "without bias": branch_case(trial, name, bias=False, **odd),
         }
         cases = [(case.config, case.weights, case.x, case.upstream) for case in seen.values()]
         results = trial.run(branch_probe, name, cases)
@@ -77,8 +79,8 @@ def observe_branch(name: str):
     return observe
 
 
-def branch_case(trial: Trial, name: str, bias: bool) -> SimpleNamespace:
-    config = small_config(trial, bias=bias)
+def branch_case(trial: Trial, name: str, **changes: Any) -> SimpleNamespace:
+    config = small_config(trial, **changes)
     branch = drawn_alike(BRANCH[name][0](GPTConfig(**config)), trial)
     shape = (trial.integer(2, 3), trial.integer(3, 7), config["n_embd"])
     x, upstream = trial.normal(*shape), trial.normal(*shape)

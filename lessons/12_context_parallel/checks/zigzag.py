@@ -164,7 +164,7 @@ def uneven_probe(rank, x: Tensor) -> str:
 def what_does_not_divide_is_refused(trial: Trial) -> None:
     """A dimension that is not divisible by 2n is a ValueError, also where it is divisible by n."""
     n = trial.num_ranks
-    for length in (3 * n, 4 * n + 1):
+    for length in (3 * n, 4 * n - 1, 4 * n + 1):  # torch cuts the second into 2n chunks, the last one shorter
         for r, told in enumerate(trial.run(uneven_probe, trial.normal(2, length))):
             trial.require(
                 told == "ValueError",
