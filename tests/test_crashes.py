@@ -179,6 +179,13 @@ def test_without_ranks_none_is_spoken_of() -> None:
     assert "a row is looked up" in cause and "rank" not in step
 
 
+def test_what_is_received_into_and_what_is_sent_are_told_apart() -> None:
+    message = "input tensor has to be contiguous"
+    assert "was sent" in why_crashed("RuntimeError", message, (), (), 2, ("batch_isend_irecv", "isend"))[0]
+    cause, step = why_crashed("RuntimeError", message, (), (), 2, ("batch_isend_irecv", "irecv"))
+    assert "received into" in cause and "torch.empty(shape" in step
+
+
 def test_none_is_a_missing_gradient_only_where_a_gradient_is_read() -> None:
     message = "unsupported operand type(s) for /=: 'NoneType' and 'int'"
     assert ".grad is None" in why_crashed("TypeError", message, ("at line 3: `p.grad /= n`",), (), 2)[0]

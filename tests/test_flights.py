@@ -78,6 +78,27 @@ def passes_on_what_is_not_there(rank):
     return buffer
 
 
+def reads_the_second_too_early(rank):
+    other, buffer, works = 1 - rank.rank, torch.empty(4), [dist.isend(torch.ones(4), 1 - rank.rank)]
+    dist.recv(buffer, other)
+    y = buffer + 1
+    works += [dist.isend(torch.ones(4), other), dist.irecv(buffer, other)]
+    y = y + buffer
+    for work in works:
+        work.wait()
+    return y
+
+
+def receives_the_next_into_what_it_still_reads(rank):
+    other, buffer, works = 1 - rank.rank, torch.empty(4), [dist.isend(torch.ones(4), 1 - rank.rank)]
+    dist.recv(buffer, other)
+    works += [dist.isend(torch.ones(4), other), dist.irecv(buffer, other)]
+    y = buffer + 1
+    for work in works:
+        work.wait()
+    return y
+
+
 @pytest.mark.parametrize(
     ("probe", "use", "kind"),
     [
@@ -88,6 +109,8 @@ def passes_on_what_is_not_there(rank):
         (changes_what_it_sends, "changed", "send"),
         (receives_into_what_it_sends, "shared", "send"),
         (passes_on_what_is_not_there, "read", "recv"),
+        (reads_the_second_too_early, "read", "recv"),
+        (receives_the_next_into_what_it_still_reads, "overwritten", "recv"),
     ],
 )
 def test_a_buffer_used_too_early_is_seen(probe, use: str, kind: str) -> None:
@@ -175,6 +198,10 @@ def test_what_was_seen_is_told_with_its_lines() -> None:
         "had waited for it, in line 4: `y = x`"
     )
     assert "the handle that irecv returns" in step
+    next_one = Evidence([(1, Race(event, "overwritten", "a.py", 4))])
+    cause, step = next_one.cause([1], 2, lambda file, line: lines[file, line])
+    assert cause.startswith("rank 1 used what had arrived in a tensor, in line 4: `y = x`, when the next")
+    assert "into another tensor" in step
     at_once = Evidence([(1, Race(event, "shared", "a.py", 3))])
     assert at_once.cause([1], 2, lambda file, line: lines[file, line])[0].count("line 3") == 1
 

@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +33,8 @@ WAITS_ITSELF = tuple(
 )
 """Python of torch's below which its C++ communicates, and waits by itself: DistributedDataParallel's does."""
 MOST_RACES = 4
+MOST_UNREAD = 8
+"""Of what has arrived, how much is remembered until somebody reads it."""
 WAITING = ("wait", "synchronize", "get_future", "get_future_result", "is_completed", "is_success", "result")
 """Methods of a handle that learn whether it is done, or wait until it is."""
 
@@ -94,6 +97,8 @@ class Flight:
     sends: list[Stretch]
     ends_once: bool = False
     """A message of gloo's: a second wait() for it never returns."""
+    too_soon: bool = False
+    """It was started into memory of which nobody had read yet what came there before."""
     told: bool = False
     ended_at: tuple[str, int] | None = None
     """File and line of the wait() that has returned."""
@@ -141,6 +146,8 @@ class Flights:
         self._by_handle: dict[int, Flight] = {}
         self._references: dict[int, Any] = {}
         self._races: list[Race] = []
+        self._unread: deque[Stretch] = deque(maxlen=MOST_UNREAD)
+        """Memory into which a message has come that was waited for, until somebody reads it."""
         self._strangers = 0  # handles that were waited for and are none of these
 
     def before(self, func: Any, args: Any, kwargs: Any, event: Event | None) -> None:
@@ -149,6 +156,8 @@ class Flights:
         Args:
             event: what it is about to communicate, if it does.
         """
+        if self._unread:
+            self._forget_what_is_read(func, args, kwargs, event)
         if not self._aloft or len(self._races) >= MOST_RACES:
             return
         if self._taken is None:
@@ -156,18 +165,24 @@ class Flights:
         if not self._is_near(self._taken, args, kwargs):
             return
         sends = func.namespace == "c10d" and event is not None
-        reads, writes = _buffers(func._opname, args, event) if sends else _used(func, args, kwargs)
+        reads, writes = _touched(func, args, kwargs, event)
         for flight in self._aloft:
             if flight.told:
                 continue
             if self._shares(func, flight, reads, writes):
                 self._tell(flight, "shared")
             elif _meet(flight.fills, reads):
-                self._tell(flight, "read")
+                self._tell(flight, "overwritten" if flight.too_soon else "read")
             elif sends and _meet(flight.fills, writes):
                 self._tell(flight, "twice")
             elif _meet(flight.fills, writes) or _meet(flight.sends, writes):
                 self._tell(flight, "changed")
+
+    def _forget_what_is_read(self, func: Any, args: Any, kwargs: Any, event: Event | None) -> None:
+        if self._is_near(Taken(self._unread), args, kwargs):
+            reads, _ = _touched(func, args, kwargs, event)
+            kept = [stretch for stretch in self._unread if not _meet([stretch], reads)]
+            self._unread = deque(kept, MOST_UNREAD)
 
     @staticmethod
     def _is_near(taken: Taken, args: Any, kwargs: Any) -> bool:
@@ -205,7 +220,8 @@ class Flights:
         sends, fills = _buffers(func._opname, args, event)
         handle = dist.Work.unbox(handles[0])
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(args[:1]))
-        flight = Flight(event, fills, sends, event.kind in ("send", "recv") and on_cpu)
+        too_soon = _meet(fills, self._unread)
+        flight = Flight(event, fills, sends, event.kind in ("send", "recv") and on_cpu, too_soon)
         key = id(handle)
         # The caller is handed this same object as long as it lives, and a handle that is dropped must go: so
         # it lives as long as the frame of torch that was asked for it.
@@ -243,6 +259,8 @@ class Flights:
         if flight in self._aloft:
             self._aloft.remove(flight)
             self._taken = None
+            if flight.event.kind == "recv":
+                self._unread.extend(flight.fills)
 
     def ended(self, handle: Any) -> None:
         """See that a wait() has returned."""
@@ -294,6 +312,12 @@ def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[St
     if name == "send" or (name == "broadcast_" and at_root) or (name == "reduce_" and not at_root):
         return first, []
     return second, first
+
+
+def _touched(func: Any, args: Any, kwargs: Any, event: Event | None) -> tuple[list[Stretch], list[Stretch]]:
+    """The memory that an operation reads, and that it writes, where it communicates and where not."""
+    sends = func.namespace == "c10d" and event is not None
+    return _buffers(func._opname, args, event) if sends else _used(func, args, kwargs)
 
 
 def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Stretch], list[Stretch]]:

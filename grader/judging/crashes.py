@@ -27,8 +27,10 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     ),
     (
         r"cannot register a hook on a tensor that doesn't require grad",
-        "it hooks a frozen parameter: one with requires_grad=False gets no gradient, and takes no hook",
-        "Leave out what has requires_grad False.",
+        "it registers a hook on a tensor that needs no gradient, such as a frozen parameter, or any under "
+        "no_grad",
+        "Ask the tensor's requires_grad first: where it is False no gradient comes, and there is nothing to "
+        "hook.",
     ),
     (
         r"element 0 of tensors does not require grad",
@@ -151,6 +153,14 @@ _WITHOUT_RANKS = {
 """The next step after a cause, for an exercise that knows of no ranks."""
 
 
+_NOT_CONTIGUOUS = re.compile(r"[Tt]ensors? (must|has to) be contiguous")
+_RECEIVED_INTO = (
+    "the tensor that something is received into does not lie in one piece of memory: torch.empty_like and "
+    "clone() lay it out as what they are given",
+    "Receive into torch.empty(shape, dtype=..., device=...) or x.new_empty(shape), and copy from there.",
+)
+
+
 _SENDS_TO_ITSELF = re.compile(r"Pair is not connected")
 _NONE = re.compile(r"'?NoneType'?")
 _GRADIENT = re.compile(r"\.grad\b")
@@ -192,7 +202,12 @@ def _to_itself(num_ranks: int) -> tuple[str, str]:
 
 
 def why_crashed(
-    kind: str, message: str, places: Sequence[str], notes: Sequence[str], num_ranks: int
+    kind: str,
+    message: str,
+    places: Sequence[str],
+    notes: Sequence[str],
+    num_ranks: int,
+    through: Sequence[str] = (),
 ) -> tuple[str, str]:
     """The cause behind an error and the next step; "" where it is not known.
 
@@ -201,6 +216,7 @@ def why_crashed(
         places: the lines of the learner's code that it went through, the last one last.
         notes: what the check has seen of it (`BaseException.add_note`), which goes before what words tell.
         num_ranks: size of the group; 0 where the exercise knows of no ranks.
+        through: the names of the functions that it went through, torch's own among them.
     """
     if notes:
         return notes[0], ""
@@ -209,6 +225,8 @@ def why_crashed(
     if _NONE.search(message) and places and _GRADIENT.search(places[-1]):
         cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"
         return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."
+    if _NOT_CONTIGUOUS.search(message) and {"irecv", "recv"} & set(through):
+        return _RECEIVED_INTO
     if sizes := _SIZES.search(message):
         if num_ranks == 0:
             return "", "The input of a product is {} wide, and the matrix takes {}.".format(*sizes.groups())

@@ -59,6 +59,8 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
     told = {
         "shared": f"rank {rank} sends from a tensor and receives into it at once: {it}{where}",
         "read": f"rank {rank} used what {it} brings before anybody had waited for it{where}",
+        "overwritten": f"rank {rank} used what had arrived in a tensor{where}, when the next message was "
+        f"under way into it already: {it}",
         "twice": f"rank {rank} lets two fill one tensor at once: {it}, and another before anybody had waited "
         f"for it{where}",
         "changed": f"rank {rank} wrote into the buffer of {it} before anybody had waited for it{where}",
@@ -69,6 +71,11 @@ def _race(rank: int, race: Race, locate: Locate) -> tuple[str, str]:
         return (
             told,
             "Is a tensor in the list twice, as a tied weight is in state_dict()? Else each needs its own.",
+        )
+    if race.use == "overwritten":
+        return told, (
+            "Receive what comes next into another tensor, two of them by turns, or start that receive once "
+            "this one's numbers have been used."
         )
     if race.use == "shared":
         own = "What comes needs a tensor of its own, such as torch.empty_like(what is sent)"

@@ -157,7 +157,14 @@ def _trouble(
     return CheckEnded(
         Verdict.CRASHED,
         f"{name.who(failed[0])}{others} raised {raised}",
-        *why_crashed(kind, message, places, error.get("notes", ()), 0 if name.alone else len(ranks)),
+        *why_crashed(
+            kind,
+            message,
+            places,
+            error.get("notes", ()),
+            0 if name.alone else len(ranks),
+            [function for _, _, function in error.get("frames", [])],
+        ),
         details=places,
     )
 

@@ -97,7 +97,7 @@ _FIELDS = {
 """Of an event: name → whether a value from outside can be that field's."""
 
 
-USES = ("shared", "read", "twice", "changed", "left")
+USES = ("shared", "read", "overwritten", "twice", "changed", "left")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class Race:
     event: Event
     """What was started with the buffer."""
     use: str
-    """One of USES: "shared" is sent and received into at once; "left" was never waited for, nor seen used."""
+    """One of USES: "shared" is sent and received into at once; "overwritten" was read while what comes next
+    was under way into it; "left" was never waited for, nor seen used."""
     file: str
     line: int
     """Where the buffer was used: file "" for code that is not the learner's."""

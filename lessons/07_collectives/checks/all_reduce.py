@@ -73,7 +73,28 @@ def slips(case: Case) -> dict[str, Tensor | list[Tensor]]:
         "the chunks of the sum in the wrong order, each one place too far": _cut(chunks.roll(1, 0), total),
         "the chunks of the sum in the wrong order, each one place too early": _cut(chunks.roll(-1, 0), total),
         "these are the largest numbers, not the sums": torch.stack(values).amax(0),
+        "what comes first in the all-gather is added to what is there, as in the reduce-scatter, and does "
+        "not take its place": _added_once_more(case, 0),
+        "the first chunk that comes in the all-gather is added to the rank's own, and does not take its "
+        "place": _added_once_more(case, 1),
     }
+
+
+def _added_once_more(case: Case, ahead: int) -> list[Tensor]:
+    """By rank, the tensor where chunk c is complete before rank c + ahead, which adds its own to it."""
+    n, padded = len(case.values), []
+    for value in (case.total, *case.values):
+        filled = value.new_zeros(n * case.chunk_size)
+        filled[: case.num_elements] = value.flatten()
+        padded.append(filled.view(n, -1))
+    total, own = padded[0], torch.stack(padded[1:])
+    starts = [(c + ahead) % n for c in range(n)]
+    added = torch.stack([total[c] + own[start, c] for c, start in enumerate(starts)])
+    held = [
+        torch.stack([total[c] if (r + 1) % n == start else added[c] for c, start in enumerate(starts)])
+        for r in range(n)
+    ]
+    return [_cut(chunks, case.total) for chunks in held]
 
 
 def _with_sums(value: Tensor, total: Tensor, start: int, end: int) -> Tensor:

@@ -224,9 +224,7 @@ def messages_form_a_tree(trial: Trial) -> None:
             len(edges) == n - 1,
             f"{len(edges)} messages were sent (source {case.source}), where n - 1 = {n - 1} are enough",
             help="Every rank but the source receives the tensor exactly once.",
-            cause="every message is the whole tensor to somebody who has it already?"
-            if len(edges) > n - 1
-            else "",
+            cause=_who_has_it_already(edges, case.source) if len(edges) > n - 1 else "",
         )
         trial.require(
             sum(num_bytes for _, _, num_bytes in edges) <= (n - 1) * (case.num_bytes + SMALL),
@@ -236,6 +234,17 @@ def messages_form_a_tree(trial: Trial) -> None:
         )
         require_few_from_each(trial, edges, case.source, rounds)
         require_few_rounds(trial, edges, case.source, rounds)
+
+
+def _who_has_it_already(edges: list[tuple], source: int) -> str:
+    """Who is sent what it has, in words."""
+    receivers = [receiver for _, receiver, _ in edges]
+    if source in receivers and len(set(receivers)) == len(receivers):
+        return (
+            f"rank {source}, who has the tensor, is sent it too: the tree stands on another rank, to which "
+            "it is brought first"
+        )
+    return "every message is the whole tensor to somebody who has it already?"
 
 
 def require_few_from_each(trial: Trial, edges: list[tuple], source: int, rounds: int) -> None:

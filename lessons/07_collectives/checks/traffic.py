@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from grader.checks import COLLECTIVES, Event, Recording, Trial
 
@@ -112,6 +113,24 @@ def require_ring_bytes(trial: Trial, seen: SimpleNamespace, rounds: int, gathere
                 help=step or "Each step sends one chunk, an n-th of the whole, to one neighbour.",
                 rank=r,
             )
+            require_no_filling(trial, case, chunk // size, messages, r)
+
+
+TOO_MUCH_FILLING = "it fills up with n - numel % n elements, which are n too many where n divides numel"
+NO_FILLING = "-numel % n is how many elements are missing: 0 where n divides numel."
+
+
+def require_no_filling(trial: Trial, case: Any, chunk: int, messages: list[Event], r: int) -> None:
+    """No message of the tensor's dtype has an element more than a chunk."""
+    dtype = str(case.values[0].dtype).removeprefix("torch.")
+    longest = max((event.num_elements for event in messages if event.dtype == dtype), default=0)
+    trial.require(
+        longest != chunk + 1,
+        f"given {case} it sends messages of {longest:,} elements, and a chunk has {chunk:,}",
+        cause=TOO_MUCH_FILLING,
+        help=NO_FILLING,
+        rank=r,
+    )
 
 
 def _why(sent: int, most: int, whole: int, messages: list[Event], size: int, case: object) -> tuple[str, str]:

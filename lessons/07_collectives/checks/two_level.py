@@ -10,7 +10,7 @@ from torch import Tensor
 from grader.checks import COLLECTIVES, Event, Fault, Recording, Trial, check, exercise
 
 from .cases import Case, draw, dtypes, lay_out, layouts, require_between, require_in_place, sizes
-from .traffic import SMALL, events, require_waits
+from .traffic import NO_FILLING, SMALL, TOO_MUCH_FILLING, events, require_waits
 
 exercise(
     "two_level_all_reduce",
@@ -282,12 +282,15 @@ def require_bytes(
         cause = "the whole tensor goes across, not the shard of a reduce-scatter"
     elif len(calls) > 1:
         cause = f"the shard goes across more than once: {', '.join(calls[:3])}"
+    elif m > 2 and all(event.kind == "all_gather" for event in beyond):
+        cause = f"{calls[0]}: every rank is sent all m shards whole, (m-1)·S/n, and adds them up by itself"
     trial.require(
         sent <= allowed + SMALL * n * m,
         f"given {case} ({told(each.machines)}) it sends {sent:,.0f} bytes across machines, where "
         f"2(m-1)/m · S/n of S = {case.num_bytes:,} is {allowed:,}",
         cause=cause,
-        help="Reduce-scatter inside first: then each rank of a machine carries only its n-th across.",
+        help="Reduce-scatter inside first: then each rank of a machine carries only its n-th across, by an "
+        "all-reduce.",
         rank=r,
     )
     allowed = 2 * (n - 1) * m * slice_bytes
@@ -297,6 +300,15 @@ def require_bytes(
         f"2(n-1)/n of S = {case.num_bytes:,} is {allowed:,}",
         cause="a whole all-reduce inside, and something more" if home >= 1.4 * allowed else "",
         help="Inside there is one reduce-scatter and one all-gather.",
+        rank=r,
+    )
+    exact = case.num_elements % (n * m) == 0 and len({event.dtype for event in within + beyond}) == 1
+    trial.require(
+        not exact or home <= allowed,
+        f"given {case} ({told(each.machines)}) it sends {home:,.0f} bytes inside its machine, where "
+        f"2(n-1)/n of S = {case.num_bytes:,} is {allowed:,}",
+        cause=TOO_MUCH_FILLING if home == allowed + 2 * (n - 1) * size else "",
+        help=NO_FILLING,
         rank=r,
     )
 
