@@ -78,7 +78,7 @@ def checkpoint(
 ) -> Tensor:
     """Compute `function(*inputs)` and keep only the inputs: backward calls the function once more.
 
-    Gradients are those of `function(*inputs)`: for the inputs that need one, and for everything that the
+    Gradients are those of `function(*inputs)`: for the inputs that need one, and for every leaf that the
     function reaches by itself, such as a module's weights, even where no input needs a gradient. The
     second call sees the random numbers of the first, and leaves the random state as it finds it: torch's
     own, and that of `generators`. It runs under the autocast of the first: on or off, and with its dtype.

@@ -1,5 +1,6 @@
 """Checks of `recompute_attention`: the core of attention is computed again, and nothing else."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
@@ -82,6 +83,61 @@ class CountedFused(FusedAttention):
 CountedFused.__name__ = FusedAttention.__name__  # for who asks a core what it is
 
 
+class ByHand(nn.Module):
+    """A core whose backward is written by hand and has a slip, to tell what that looks like."""
+
+    class Core(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, slip: tuple[str, str], dropout: nn.Module, q: Tensor, k: Tensor, v: Tensor
+        ) -> Tensor:
+            future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
+            scores = (q @ k.transpose(-2, -1)) / q.size(-1) ** 0.5
+            probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+            factors = dropout(torch.ones_like(probabilities))
+            ctx.slip = slip
+            ctx.save_for_backward(q, k, v, probabilities, factors)
+            return (probabilities * factors) @ v
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor]:
+            q, k, v, probabilities, factors = ctx.saved_tensors
+            ways = {FACTORS: factors, MASK: factors > 0, NOTHING: 1.0}
+            passed, summed = (gradient @ v.transpose(-2, -1) * ways[way] for way in ctx.slip)
+            row_sums = (probabilities * summed).sum(-1, keepdim=True)
+            of_scores = probabilities * (passed - row_sums) / q.size(-1) ** 0.5
+            of_v = (probabilities * factors).transpose(-2, -1) @ gradient
+            return None, None, of_scores @ k, of_scores.transpose(-2, -1) @ q, of_v
+
+    def __init__(self, slip: tuple[str, str], dropout: nn.Module) -> None:
+        super().__init__()
+        self.slip, self.dropout = slip, dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.Core.apply(self.slip, self.dropout, q, k, v)
+
+
+FACTORS, MASK, NOTHING = "factors", "mask", "nothing"
+UNSCALED = (
+    "in the core's backward, the gradient of the probabilities is masked by dropout, but not divided by 1 - p"
+)
+UNDROPPED = "in the core's backward, the gradient of the probabilities has not passed dropout"
+SUMS_RIGHT = ", while the sums that softmax subtracts are right"
+BY_HAND = {
+    UNSCALED: (MASK, MASK),
+    UNSCALED + SUMS_RIGHT: (MASK, FACTORS),
+    UNDROPPED: (NOTHING, NOTHING),
+    UNDROPPED + SUMS_RIGHT: (NOTHING, FACTORS),
+    "in the core's backward, what softmax subtracts in each row is a sum without dropout": (FACTORS, NOTHING),
+}
+"""What it looks like → what dropout's backward multiplies by: for the gradient, and in softmax's sums."""
+
+FACTORS_OF_THE_FORWARD = (
+    "Dropout's backward multiplies by the very factors of the forward: 0 where it dropped, and 1/(1 - p) "
+    "elsewhere. Softmax's backward subtracts, in each row, the sum of probability times that product."
+)
+
+
 def make(kind: str, config: GPTConfig) -> GPT:
     """A GPT with cores of a kind: "fused" or "plain"."""
     model = gpt(config, plain_attention=False)
@@ -102,6 +158,9 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
     elif how == "another mask":
         for block in model.transformer.h:
             block.attn.core.forward = partial(forgetful, False, block.attn.core.forward)
+    elif how in BY_HAND:
+        for block in model.transformer.h:
+            block.attn.core = ByHand(BY_HAND[how], block.attn.core.dropout)
     elif how == "ideal":
         for block in model.transformer.h:
             block.attn.core = KeepsItsInputs()
@@ -157,7 +216,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     }
     return SimpleNamespace(
         runs={kind: (run("mine", *how), run("plain", *how)) for kind, how in kinds.items()},
-        other=lambda kind: run("another mask", *kinds[kind])["gradients"],
+        other=lambda how, kind: run(how, *kinds[kind])["gradients"],
         in_training=lambda kind: run("mine, given in training mode", *kinds[kind]),
         ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0] != "fused"},
         config=config,
@@ -200,16 +259,26 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
                 "layer has its own core: a function made in a loop looks its variables up when it is called.",
             )
         expected = plain["gradients"]
+        slips = {"the second run drew another dropout mask": partial(seen.other, "another mask", kind)}
+        if kind in seen.ideal:
+            slips |= {told: partial(seen.other, told, kind) for told in BY_HAND}
         close_by_name(
             trial,
-            {name: f"the gradient of {name}, {kind}," for name in expected},
+            {name: f"the gradient of {name}, {kind}," for name in nearest_to_a_core_first(expected)},
             mine["gradients"],
             expected,
-            {"the second run drew another dropout mask": partial(seen.other, kind)},
+            slips,
             "The second run of the core needs the q, k, v and the dropout mask of the first.",
+            dict.fromkeys(BY_HAND, FACTORS_OF_THE_FORWARD),
         )
         help = "The second run must leave the random state as it finds it."
         trial.close(f"a random number drawn after {kind}", mine["drawn"], plain["drawn"], help=help)
+
+
+def nearest_to_a_core_first(names: Iterable[str]) -> list[str]:
+    """The last layer's c_attn, which a single core lies behind, and then the others as they are."""
+    last = [name for name in names if name.endswith("attn.c_attn.weight")][-1:]
+    return [*last, *(name for name in names if name not in last)]
 
 
 @check("recompute_attention")

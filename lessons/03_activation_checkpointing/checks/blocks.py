@@ -28,7 +28,8 @@ from .models import (
     replayed_as_of_now,
 )
 
-NUM_BLOCKS = 5
+NUM_BLOCKS, UNEQUAL = 5, 4
+"""By 4 the groups are of 4 blocks and 1, where groups as equal in length as can be are of 3 and 2."""
 
 exercise(
     "checkpoint_blocks",
@@ -112,7 +113,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     def run(how: str, every: int = 1, **other: int) -> dict:
         return trial.run(step, how, every, sizes | other, seed, batches, seeds=seeds)[0]
 
-    lengths = [1, trial.choice([2, 3]), trial.choice([NUM_BLOCKS, NUM_BLOCKS + 2])]
+    lengths = [1, trial.choice([2, 3]), UNEQUAL, trial.choice([NUM_BLOCKS, NUM_BLOCKS + 2])]
     return SimpleNamespace(
         plain=run("plain"),
         other=lambda: run("another mask")["gradients"],
@@ -255,6 +256,14 @@ def each_group_runs_once_more_as_a_whole(trial: Trial) -> None:
             f"{needed}, none longer than {every}",
             help=groups_of_blocks,
         )
+        shorter = sum(size < every for size in sizes)
+        trial.require(
+            shorter <= 1,
+            f"{where}backward computes groups of {', '.join(map(str, sizes))} blocks; one of them may be "
+            f"shorter than {every}, and {shorter} are",
+            help="Every group has `every` blocks, but for one, which has those that are left.",
+            cause="the groups are as equal in length as can be" if max(sizes) - min(sizes) <= 1 else "",
+        )
 
 
 def asked_once(again: dict[int, list[int]]) -> str:
@@ -354,6 +363,8 @@ def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx:
         model = rank.submission.checkpoint_blocks(model, every)
     elif how == "unaware":
         never_replayed(blocks)
+    elif how == "first of its group":
+        never_replayed([block for i, block in enumerate(blocks) if i % every])
     elif how == "at the change":
         replayed_as_of_now(blocks)
     give_generators(late, seed + len(soon), rank.device)
@@ -364,6 +375,13 @@ def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx:
     first, second = model(idx)[0], model(idx.flip(1))[0]
     (first.square().mean() + second.sin().mean()).backward()
     return {"gradients": gradients(before), "drawn": [next_numbers(each) for each in generators]}
+
+
+FIRST_BLOCKS = (
+    "the dropouts in the first block of each group drew the same numbers again, and those in the other "
+    "blocks drew their generators' next ones"
+)
+ALL_OF_THE_GROUP = "Look for generators in every block of the group: hand `checkpoint` those of all of them."
 
 
 @check("checkpoint_blocks")
@@ -382,7 +400,8 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]
     slips[AT_THE_CHANGE] = lambda: run("at the change")["gradients"]
     for every in (1, 2):
-        close_with_generators(trial, run("mine", every), plain, slips)
+        slips[FIRST_BLOCKS] = lambda every=every: run("first of its group", every)["gradients"]
+        close_with_generators(trial, run("mine", every), plain, slips, {FIRST_BLOCKS: ALL_OF_THE_GROUP})
 
 
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> list[int]:

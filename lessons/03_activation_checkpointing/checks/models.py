@@ -242,11 +242,15 @@ AT_THE_CHANGE = (
 
 
 def close_with_generators(
-    trial: Trial, mine: dict, plain: dict, slips: dict[str, Callable[[], dict]]
+    trial: Trial,
+    mine: dict,
+    plain: dict,
+    slips: dict[str, Callable[[], dict]],
+    steps: dict[str, str] | None = None,
 ) -> None:
     """Require what passes of a model give whose dropouts have generators of their own.
 
-    `slips` compute the gradients of known mistakes, as for `close_by_name`.
+    `slips` compute the gradients of known mistakes, as for `close_by_name`, and `steps` are as there.
     """
     help = (
         "Look for a `generator` among the modules that are computed again, each time that they are: it may "
@@ -264,6 +268,7 @@ def close_with_generators(
         expected,
         slips,
         help,
+        steps,
     )
     for number, (drawn, right) in enumerate(zip(mine["drawn"], plain["drawn"], strict=True)):
         told = f"what generator {number} draws after backward"
