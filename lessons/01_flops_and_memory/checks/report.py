@@ -155,16 +155,21 @@ def slips(
     }
 
 
+POSITIONS_MULTIPLY = (
+    "the position table is counted among the matrices: its rows are looked up, and multiply nothing"
+)
 CORE_MISSING = "attention's core is missing: it has no parameters, and its products count"
 
 
 def model_slips(c: GPTConfig, rate: float, length: int, peak: float, word: str) -> dict[str, float]:
     """What the model's utilization becomes, the right one first."""
     right = of_the_model(c, rate, length, peak, word)
+    positions = 6 * c.block_size * c.n_embd * rate / peak
     return {
         "": right,
         "what runs a second time counts for the model too": of_the_hardware(c, rate, length, peak, word),
         CORE_MISSING: right - 3 * core_flops(c, 1, length) * rate / length / peak,
+        POSITIONS_MULTIPLY: right + positions,
     }
 
 
@@ -173,6 +178,7 @@ def hardware_slips(c: GPTConfig, rate: float, length: int, peak: float, word: st
     right, model = of_the_hardware(c, rate, length, peak, word), of_the_model(c, rate, length, peak, word)
     core = core_flops(c, 1, length) * rate / length / peak
     again = core if word == "full" else 0.0
+    positions = 6 * c.block_size * c.n_embd * rate / peak
     return {
         "": right,
         "what runs a second time is not counted": model,
@@ -182,6 +188,7 @@ def hardware_slips(c: GPTConfig, rate: float, length: int, peak: float, word: st
         - again,
         "attention's core alone is counted again: the blocks' linear layers run again too": model + again,
         CORE_MISSING: right - 3 * core - again,
+        POSITIONS_MULTIPLY: right + positions,
     }
 
 

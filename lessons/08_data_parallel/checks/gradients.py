@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import CheckEnded, Trial, check, exercise, is_close
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise, is_close
 
 from .means import (
     BOTH,
@@ -42,6 +42,8 @@ exercise(
         "zeros.",
     ),
 )
+
+SHAPES = ((5,), (2, 3))
 
 
 def average(
@@ -172,6 +174,52 @@ def a_missing_gradient_counts_as_zero(trial: Trial) -> None:
         help="Every rank takes part, with zeros where it has no gradient, n counts all ranks, and the mean "
         "becomes .grad also where there was none.",
     )
+
+
+def average_what_is_there(rank: Any, *own: Tensor | None) -> list[Tensor | None]:
+    """The means of two gradients, whose shapes all ranks know; None is one that this rank has not."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(shape, device=rank.device)) for shape in SHAPES])
+    for parameter, gradient in zip(model, own, strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+    rank.submission.all_reduce_gradients(model, rank.group)
+    return [parameter.grad for parameter in model]
+
+
+@check("all_reduce_gradients", world_sizes=(2, 3), subgroup=False)
+def a_rank_may_have_no_gradient_at_all(trial: Trial) -> None:
+    """A rank on which every gradient is None counts as zero, and nobody waits for it."""
+    last = trial.num_ranks - 1
+    own = [tuple(trial.normal(*shape) for shape in SHAPES) for _ in range(last)]
+    try:
+        results = trial.run(average_what_is_there, per_rank=[*own, (None, None)])
+    except CheckEnded as end:
+        left = end.verdict == Verdict.HUNG and f"rank {last} had finished" in end.details
+        if left and returns_where_each_has_one(trial):
+            end.cause = (
+                f"rank {last} has no gradient at all, and leaves before the others' collectives, which wait "
+                "for it. Where every rank has one, all of it returns"
+            )
+            end.help = "Send zeros for what is None, also where all are: requires_grad is alike on all ranks."
+        raise
+    for i, shape in enumerate(SHAPES):
+        trial.close(
+            f"the gradient of shape {shape}, where rank {last} has none at all,",
+            [result[i] for result in results],
+            torch.stack([gradients[i] for gradients in own]).sum(0) / trial.num_ranks,
+            help="Zeros take part in the mean, and what all ranks get becomes .grad, also where it was None.",
+        )
+
+
+def returns_where_each_has_one(trial: Trial) -> bool:
+    """Whether the ranks return where each has one gradient of two, not all of them the same."""
+    ones = [torch.ones(shape) for shape in SHAPES]
+    some = [(ones[0], None), (None, ones[1])]
+    by_rank = [some[r % 2] for r in range(trial.num_ranks)]
+    try:
+        trial.run(average_what_is_there, per_rank=by_rank)
+    except CheckEnded:
+        return False
+    return True
 
 
 @check("all_reduce_gradients")

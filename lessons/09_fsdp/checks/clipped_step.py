@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from grader.checks import Fault, Trial, check, exercise
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise
 
 exercise(
     "clipped_step",
@@ -58,8 +58,8 @@ class ShardedLine(nn.Module):
 
     def __init__(self, whole: Tensor, group: Any) -> None:
         super().__init__()
-        self.group = group
-        per_rank = -(-SIZE // group.size())
+        self.group, self.size = group, whole.numel()
+        per_rank = -(-self.size // group.size())
         shard = whole[group.rank() * per_rank :][:per_rank]
         self.parts = nn.ParameterList(nn.Parameter(p.clone(), p.numel() > 0) for p in shard.chunk(2))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -67,7 +67,7 @@ class ShardedLine(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         shard = self.shard()
-        outputs = inputs @ Gather.apply(shard + self.bystander.to(shard.device), self.group, SIZE)
+        outputs = inputs @ Gather.apply(shard + self.bystander.to(shard.device), self.group, self.size)
         return outputs, (outputs - targets).square().mean()
 
     def shard(self) -> Tensor:
@@ -239,7 +239,17 @@ def draw(trial: Trial) -> tuple[Tensor, list[Steps], float]:
 
 def observe(trial: Trial) -> SimpleNamespace:
     whole, by_rank, between = draw(trial)
-    results = trial.run(step_on_ranks, whole, between, per_rank=[(steps,) for steps in by_rank])
+    try:
+        results = trial.run(step_on_ranks, whole, between, per_rank=[(steps,) for steps in by_rank])
+    except CheckEnded as end:
+        empty = [r for r in range(trial.num_ranks) if r * -(-SIZE // trial.num_ranks) >= SIZE]
+        if end.verdict == Verdict.HUNG and empty and returns_where_no_shard_is_empty(trial):
+            end.cause = (
+                f"rank {empty[0]} has no gradient, as its shard is empty, and makes other calls than its "
+                "peers. Where every rank has one, all of it returns"
+            )
+            end.help = "Who has no gradient takes part in every collective, with a sum of squares of 0."
+        raise
     ways = {told: Way(rule) for told, rule in WRONG_NORMS.items() if trial.num_ranks > 1} | WRONG
 
     def ends(max_norm: float) -> SimpleNamespace:
@@ -256,6 +266,17 @@ def observe(trial: Trial) -> SimpleNamespace:
         once=once,
         first_parts=norm_of_first_parts(whole, by_rank),
     )
+
+
+def returns_where_no_shard_is_empty(trial: Trial) -> bool:
+    """Whether steps return on as many ranks whose shards have three numbers each."""
+    size = 3 * trial.num_ranks
+    steps = [(torch.ones(4, size), torch.zeros(4))] * NUM_STEPS
+    try:
+        trial.run(step_on_ranks, torch.ones(size), 1.0, steps)
+    except CheckEnded:
+        return False
+    return True
 
 
 HELP = "Sum the squares over the group, take the root, and have every rank scale by the same number."

@@ -31,12 +31,21 @@ def mesh_of(rank: Any) -> DeviceMesh:
 
 
 def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
-    """Runs a function on the ranks; a crash of units in the wrong order is told as that."""
+    """Runs a function on the ranks; a crash over how units were made is told as that."""
     try:
         return trial.run(function, *args, **kwargs)
     except CheckEnded as end:
         if end.verdict == Verdict.CRASHED and "Invariant encountered" in end.message:
             end.cause = "the model was sharded before its blocks: blocks first, the model last"
+        elif end.verdict == Verdict.CRASHED and "managed by another FSDP group" in end.message:
+            end.cause = (
+                "a tied parameter has two places, in two calls' units: the token table is the embedding and "
+                "the head"
+            )
+            end.help = (
+                "Call fully_shard on the blocks, and then on the model: all that lies outside the blocks is "
+                "one unit, with both places in it."
+            )
         raise
 
 

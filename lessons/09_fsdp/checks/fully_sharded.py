@@ -23,7 +23,7 @@ from .models import (
     seeds,
     weights,
 )
-from .parts import gradients_by_rank, trained_on
+from .parts import gradients_by_rank, means_by_pass, misses_last_pass, trained_on
 from .runs import require_in_evaluation, run
 from .training import (
     PASSES,
@@ -36,6 +36,7 @@ from .training import (
     train,
     whole_batch,
 )
+from .unit_hooks import FIRST_ONCE
 from .wire import travelled
 
 exercise(
@@ -287,6 +288,8 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str,
         firsts = [step["weights"] for step in steps]
         if still_whole(expected.start, firsts):
             return STILL_WHOLE
+        if misses_last_pass(".h.0.", expected.start, firsts, means_by_pass(odd_gpt, seen.seed, seen.by_rank)):
+            return f"in the first step, of {PASSES[0]} backward passes, {FIRST_ONCE}"
         told = trained_on(expected.start, firsts, gradients_by_rank(odd_gpt, seen.seed, seen.by_rank))
         return told or ungathered(trial, seen.starts[0], [step["recording"] for step in steps])
 

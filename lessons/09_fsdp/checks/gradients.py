@@ -239,7 +239,7 @@ def measure(rank: Any, training: bool, seed: int, x: Tensor) -> dict:
         loss.backward()
         recording.mark("second finish")
         wrapped.finish_gradient_synchronization()
-    return {"recording": recording}
+    return {"recording": recording, "device": rank.device.type}
 
 
 def observe_memory(trial: Trial, training: bool = False) -> SimpleNamespace:
@@ -320,6 +320,28 @@ def require_leaving(trial: Trial, training: bool) -> None:
             rank=r,
             cause="gradients stay until finish_gradient_synchronization()" if held >= SIZE else "",
         )
+        if result["device"] == "cpu":  # NCCL's collectives end without anybody who waits
+            require_waiting(trial, r, recording)
+
+
+def require_waiting(trial: Trial, rank: int, recording: Any) -> None:
+    """What nobody has waited for when backward is over is at most a few gradients.
+
+    Which handles were waited for is not known, only how many: those that were not are the smallest here.
+    """
+    sizes = sorted(event.num_bytes for event in recording.select(after="backward"))
+    on_their_way = max(0, len(sizes) - recording.waits(after="backward"))
+    held = sum(sizes[:on_their_way])
+    trial.require(
+        held <= SIZE // 4 + LAYER_BYTES + SMALL,
+        f"when backward is over, {on_their_way} of the {len(sizes)} communications that it has started were "
+        f"not waited for. They hold {held:,} bytes of gradients; all gradients are {SIZE:,}",
+        help="Wait for a reduction before you start the one after next: until then it keeps its input.",
+        rank=rank,
+        cause="gradients stay until finish_gradient_synchronization(), which waits for all that hold them"
+        if recording.waits(after="finish") >= on_their_way
+        else "",
+    )
 
 
 @check("ShardedGradients", world_sizes=(2, 4), subgroup=False)

@@ -97,6 +97,12 @@ def only_the_shards_gradients_cross(trial: Trial) -> None:
                 step = "All-reduce each shard once a backward, though several outputs may have a hook."
             elif told_anew > SMALL and crossing - told_anew > 0.9 * allowed:
                 cause = "weights are broadcast across machines in every step: once, at the start, is enough"
+            elif n > 1 and gathered > 0.9 * (m - 1) / m * seen.size and in_other_groups(seen, each, r):
+                cause = (
+                    "weights are gathered across machines where these are not of consecutive ranks, and not "
+                    "where each is one rank: the groups are not those of the mesh"
+                )
+                step = "Take both groups from the mesh: mesh.get_group(0) and mesh.get_group(1)."
             elif gathered > 0.9 * (m - 1) / m * seen.size and n > 1:
                 cause = "weights are gathered across machines: the mesh's second dimension is the machine"
             elif crossing > 1.5 * allowed and n > 1:
@@ -111,6 +117,17 @@ def only_the_shards_gradients_cross(trial: Trial) -> None:
                 rank=r,
                 cause=cause,
             )
+
+
+def in_other_groups(seen: SimpleNamespace, each: SimpleNamespace, rank: int) -> bool:
+    """Whether weights are gathered across these machines alone, and never across machines of one rank."""
+
+    def gathered(by: SimpleNamespace, place: int) -> float:
+        group = groups_of(by.machines, rank)[place]
+        return sent(by.results[rank]["recording"], group, ("all_gather",))
+
+    alone = [other for other in seen.on_machines if len(other.machines[0]) == 1]
+    return gathered(each, 0) <= SMALL < gathered(each, 1) and all(gathered(by, 1) <= SMALL for by in alone)
 
 
 def how_often(recording: Recording, group: tuple[int, ...], ratio: float) -> int:
@@ -162,7 +179,11 @@ def a_rank_keeps_its_shards(trial: Trial) -> None:
                 alive <= 2 * share + 2 * seen.outside + seen.block + SMALL,
                 f"after backward {alive:,} bytes are alive on it ({told(each.machines)}); its shards and "
                 f"their gradients are {2 * seen.size // n:,}",
-                help="Let go of the given model, of copies of it, and of what was sent.",
+                help="Let go of the given model, of copies of it, and of buffers for what was sent.",
                 rank=r,
-                cause="all the weights are kept besides" if alive >= (1.9 / n + 1) * seen.size else "",
+                cause="all the weights are kept besides"
+                if alive >= (1.9 / n + 1) * seen.size
+                else "as much as its shards' gradients is kept besides"
+                if abs(alive - 3 * result["gradients"]) <= seen.outside
+                else "",
             )

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grader.checks import is_close
+
 from .models import build
 from .training import LEARNING_RATE, LOST, PASSES, TWICE, Batches
 
@@ -115,3 +117,13 @@ def counted_passes(start: Weights, ends: Sequence[Weights], means: Sequence[Weig
             told += ": is what it left kept in a buffer that the second is received into? Keep a copy of it"
         return told if wrong.all() else f"of a part of the weights {told}"
     return ""
+
+
+def misses_last_pass(part: str, start: Weights, ends: Sequence[Weights], means: Sequence[Weights]) -> bool:
+    """Whether weights with `part` in their name, and they alone, miss the first step's last pass."""
+    for name, first in start.items():
+        counted = means[:-1] if part in name else means
+        expected = first - LEARNING_RATE * sum(each[name] for each in counted)
+        if not all(name in end and is_close(end[name], expected) for end in ends):
+            return False
+    return True

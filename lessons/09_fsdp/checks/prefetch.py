@@ -11,7 +11,7 @@ from grader.checks import Trial, check, settle
 from .fully_sharded import full, plain, require_end
 from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds
 from .residency import watch
-from .runs import require_in_evaluation, run
+from .runs import IN_BOTH_MODES, require_in_evaluation, run
 from .training import train
 from .units import GATHERS, GATHERS_ALONE, most_ahead, num_bytes, sent_by
 from .wire import SMALL, padded_bytes
@@ -68,7 +68,9 @@ def observe(trial: Trial, training: bool = False) -> SimpleNamespace:
 @check("FullySharded", first_of=(2, 3))
 def prefetch_gathers_one_block_ahead(trial: Trial) -> None:
     """With prefetch, when a block computes, the gather of the next one has started, and no further one."""
-    require_in_evaluation(lambda training: require_one_ahead(trial, observe(trial, training)))
+    require_in_evaluation(
+        lambda training: require_one_ahead(trial, observe(trial, training)), "a step", IN_BOTH_MODES
+    )
 
 
 def require_one_ahead(trial: Trial, seen: Any) -> None:

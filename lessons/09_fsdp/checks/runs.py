@@ -31,13 +31,22 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
         raise
 
 
-def require_in_evaluation(require: Callable[[bool], None]) -> None:
+IN_BOTH_MODES = (
+    "Gather ahead in every forward and in every backward, whatever self.training is: a backward may follow "
+    "in evaluation mode, too."
+)
+BY_BACKWARD = "Ask whether there is a backward to come (requires_grad), and not for self.training."
+
+
+def require_in_evaluation(
+    require: Callable[[bool], None], what: str = "a backward", help: str = BY_BACKWARD
+) -> None:
     """What `require(training)` asks holds in evaluation mode; where in training mode alone, that is told."""
     try:
         require(False)
     except CheckEnded as end:
         with suppress(CheckEnded):
             require(True)
-            end.cause = "it is right in training mode alone, and this is a backward in evaluation mode"
-            end.help = "Ask whether there is a backward to come (requires_grad), and not for self.training."
+            end.cause = f"it is right in training mode alone, and this is {what} in evaluation mode"
+            end.help = help
         raise

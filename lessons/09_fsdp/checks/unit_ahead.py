@@ -6,7 +6,7 @@ from typing import Any
 
 from grader.checks import Trial, check, exercise
 
-from .runs import require_in_evaluation
+from .runs import IN_BOTH_MODES, require_in_evaluation
 from .unit_hooks import (
     STEPS,
     in_blocks,
@@ -126,8 +126,13 @@ def require_next(
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)
 def forward_gathers_ahead(trial: Trial) -> None:
     """While a block computes its forward, the gather of the next one is under way, also under no_grad."""
-    require_ahead(trial, "forward", "evaluated")
-    require_ahead(trial, "evaluation", "at rest", "only a forward with gradients gathers ahead")
+
+    def require(training: bool) -> None:
+        require_ahead(trial, "forward", "evaluated", training=training)
+        only = "only a forward with gradients gathers ahead"
+        require_ahead(trial, "evaluation", "at rest", only, training=training)
+
+    require_in_evaluation(require, "a forward", IN_BOTH_MODES)
 
 
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)

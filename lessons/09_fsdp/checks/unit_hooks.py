@@ -12,6 +12,7 @@ from .models import build
 from .runs import require_in_evaluation, run
 from .units import (
     GATHERS,
+    IDLE,
     NUM_BLOCKS,
     REDUCES,
     WIDTH,
@@ -131,7 +132,9 @@ def observe(trial: Trial, depth: int, training: bool = False) -> SimpleNamespace
         for x, upstream in own:
             model.zero_grad()
             (model(x) * upstream).sum().backward()
-            by_pass.append([parameter.grad.clone() for parameter in model.parameters()])
+            by_pass.append(
+                [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+            )
         gradients.append(by_pass)
     with torch.no_grad():
         evaluated = [before(own[0][0]) for own in batches]
@@ -207,11 +210,17 @@ FIRST_ONCE = (
 )
 
 
-def first_alone(seen: Any, passes: int) -> bool:
-    """Whether block 0's shards have the gradient of so many backward passes, and all others have it all."""
+IDLE_ALONE = (
+    f"block {IDLE} alone is not reduced, and it alone has a weight that its forward does not use: no "
+    "gradient of that comes, and what waits for all gradients of a block never runs"
+)
+
+
+def is_alone(seen: Any, block: int, passes: int) -> bool:
+    """Whether this block's shards have the gradient of so many backward passes, and the others of all."""
     for i, name in enumerate(seen.names):
         own = torch.stack([torch.stack([by_pass[i] for by_pass in each]) for each in seen.gradients])
-        expected = own[:, : passes if name.startswith("0.") else None].sum(1).mean(0)
+        expected = own[:, : passes if name.startswith(f"{block}.") else None].sum(1).mean(0)
         if not all(is_close(result["gradients"][i], expected) for result in seen.results):
             return False
     return True
@@ -219,8 +228,10 @@ def first_alone(seen: Any, passes: int) -> bool:
 
 def require_gradients(trial: Trial, seen: Any) -> None:
     n = trial.num_ranks
-    nothing = FIRST_ALONE if first_alone(seen, 0) else "nothing was reduced into the shards"
-    last_missing = FIRST_ONCE if first_alone(seen, 1) else "the last backward's is missing"
+    nothing = "nothing was reduced into the shards"
+    for block, told in ((0, FIRST_ALONE), (IDLE, IDLE_ALONE)):
+        nothing = told if is_alone(seen, block, 0) else nothing
+    last_missing = FIRST_ONCE if is_alone(seen, 0, 1) else "the last backward's is missing"
     for i, name in enumerate(seen.names):
         own = torch.stack([torch.stack([by_pass[i] for by_pass in each]) for each in seen.gradients])
         alternatives = {  # (n, 2, ...)

@@ -14,6 +14,8 @@ FROZEN = 2
 """Which of them is frozen."""
 WIDTH = 12
 NUM_BLOCKS = 6
+IDLE = 2
+"""Which of the blocks has a weight that its forward does not use."""
 
 
 class Piece(nn.Module):
@@ -33,7 +35,9 @@ class Piece(nn.Module):
 
 def chain() -> nn.Sequential:
     """Blocks that compute one after the other."""
-    return nn.Sequential(*(Piece() for _ in range(NUM_BLOCKS)))
+    blocks = nn.Sequential(*(Piece() for _ in range(NUM_BLOCKS)))
+    blocks[IDLE].idle = nn.Parameter(torch.randn(WIDTH))
+    return blocks
 
 
 def bytes_of_block(block: nn.Module) -> int:

@@ -14,6 +14,7 @@ from grader.checks import (
     each_rank,
     exercise,
     parts,
+    told,
 )
 from lessons_shared.refusals import refused, undividable
 from lessons_shared.wire import computes_a_share, nothing_travels
@@ -194,6 +195,14 @@ def column_sends_one_all_reduce_backward(trial: Trial) -> None:
     for name, seen in trial.once(LINEAR["ColumnParallelLinear"]).items():
         if name == "other option":
             gather_costs(trial, seen, "", seen.dense.output.numel() * 4)
+            for rank, recording in enumerate(each_rank(seen, "recording")):
+                gathers = recording.select("all_gather", "")
+                trial.require(
+                    len(gathers) <= 1,
+                    f"the forward has {len(gathers)} all-gathers: {told(gathers)}",
+                    help="Add this rank's part of the bias first, then gather the output, in one all-gather.",
+                    rank=rank,
+                )
         else:
             nothing_travels(trial, seen, "", "x is on every rank already, and the output stays cut.")
         help = "The backward sends the gradient of x, in copy_to_group, and no other: shards need none."

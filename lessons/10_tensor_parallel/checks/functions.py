@@ -260,7 +260,14 @@ def output_is_joined_in_rank_order(trial: Trial) -> None:
         "the ranks' x lie one after the other in memory, and were only viewed as (..., n·k): join them by cat"
     )
     alternatives[told] = torch.stack(seen.xs).view(seen.outputs[0].shape)
-    trial.close("the output", each_rank(seen, "output"), seen.outputs, alternatives=alternatives)
+    trial.close(
+        "the output",
+        each_rank(seen, "output"),
+        seen.outputs,
+        alternatives=alternatives,
+        help="The last dimension gets n times as long, and no other changes its size or its place: "
+        "torch.cat(parts, dim=-1) does it for any shape.",
+    )
 
 
 @check("gather_from_group")

@@ -377,9 +377,11 @@ def heads_that_can_not_be_shared_out_are_refused(trial: Trial) -> None:
     cases = {  # query heads, key heads
         (n + 1, n + 1): f"{n + 1} query heads are not divisible by {n} ranks",
         (n + 1, 1): f"{n + 1} query heads are not divisible by {n} ranks",
+        (n // 2, n // 2): f"with fewer query heads ({n // 2}) than ranks ({n}) some ranks have none",
         (12, 3): f"of 3 key heads and {n} ranks neither divides the other",
     }
-    results = trial.run(grouped_refusal_probe, [(3 * heads, heads, kv) for heads, kv in cases])
+    # Widths divide by 2 and by 4: the heads alone tell.
+    results = trial.run(grouped_refusal_probe, [(12 * heads, heads, kv) for heads, kv in cases])
     for rank, result in enumerate(results):
         for refusal, why in zip(result, cases.values(), strict=True):
             trial.require(

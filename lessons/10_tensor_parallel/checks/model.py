@@ -33,7 +33,7 @@ from lessons_shared.cut_gpt_slips import losses_of_slips
 from lessons_shared.evaluation import later_is_right
 from lessons_shared.passes import BOTH
 from lessons_shared.refusals import refusal_of, refused, undividable
-from lessons_shared.wire import computes_a_share, where, wire_bytes
+from lessons_shared.wire import computes_a_share, sends_at_most, where, wire_bytes
 from nanogpt.model import GPT, GPTConfig
 
 from .shared import PADDING, SIZES
@@ -193,6 +193,31 @@ def model_communicates_twice_a_block_each_way(trial: Trial) -> None:
                     help="Two all-reduces a block each way, and the vocabulary's; no shards, no logits.",
                     rank=rank,
                 )
+
+
+def last_probe(rank, config: dict, weights: dict, idx: Tensor) -> dict:
+    """What a call without targets sends."""
+    model = built(rank, "tensor_parallelize", config, weights).eval()
+    with torch.no_grad(), rank.record() as recording:
+        model(idx)
+    return {"recording": recording}
+
+
+@check("tensor_parallelize", world_sizes=(2, 3), subgroup=False)
+def last_logits_alone_are_gathered(trial: Trial) -> None:
+    """Without targets the logits of the last position are gathered, and no others."""
+    config = small_config(trial, n_layer=1)
+    idx = trial.tokens(config["vocab_size"], 2, 16)
+    results = trial.run(last_probe, config, drawn_weights(trial, config), idx)
+    whole, last = (4 * n * m for n, m in ((idx.numel(), config["n_embd"]), (len(idx), config["vocab_size"])))
+    sends_at_most(
+        trial,
+        SimpleNamespace(results=results),
+        "",
+        3 * 2 * whole + 3 * last,
+        "without targets three all-reduces of b·s·h, and the logits of the last position,",
+        "Without targets take the last position first, then gather its logits: nobody needs the others.",
+    )
 
 
 @check("tensor_parallelize")

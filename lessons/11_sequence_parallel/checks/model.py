@@ -3,10 +3,11 @@
 from functools import partial
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 
 from grader.checks import Trial, check, each_rank, exercise, told
-from lessons_shared.cut_gpt import cut_dim, dense_model, small_config
+from lessons_shared.cut_gpt import cut_dim, dense_model, drawn_weights, small_config
 from lessons_shared.cut_gpt_checks import (
     attentions,
     given_one_is_changed,
@@ -17,6 +18,7 @@ from lessons_shared.cut_gpt_checks import (
     table_is_cut,
     training_is_right,
 )
+from lessons_shared.cut_gpt_runs import built
 from lessons_shared.cut_gpt_slips import BIASES, losses_of_slips
 from lessons_shared.evaluation import later_is_right
 from lessons_shared.passes import BOTH
@@ -147,6 +149,32 @@ def sends_what_tensor_parallel_sends(trial: Trial) -> None:
                 help=help,
                 rank=rank,
             )
+
+
+def last_probe(rank, config: dict, weights: dict, idx: Tensor) -> dict:
+    """What a call without targets sends."""
+    model = built(rank, NAME, config, weights).eval()
+    with torch.no_grad(), rank.record() as recording:
+        model(idx)
+    return {"recording": recording}
+
+
+@check("sequence_parallelize", world_sizes=(2, 3), subgroup=False)
+def last_logits_alone_are_gathered(trial: Trial) -> None:
+    """Without targets the logits of the last position are gathered, and no others."""
+    config = small_config(trial, n_layer=1, n_embd=60, vocab_size=480)
+    idx = trial.tokens(config["vocab_size"], 2, 6 * trial.num_ranks)
+    results = trial.run(last_probe, config, drawn_weights(trial, config), idx)
+    whole, last = (4 * n * m for n, m in ((idx.numel(), config["n_embd"]), (len(idx), config["vocab_size"])))
+    positions = 4 * config["block_size"] * config["n_embd"]
+    sends_at_most(
+        trial,
+        SimpleNamespace(results=results),
+        "",
+        7 * whole + positions + 3 * last,
+        "without targets 3 all-gathers, 2 reduce-scatters, the embedding and the logits of the last position",
+        "Without targets take the last position first, then gather its logits: nobody needs the others.",
+    )
 
 
 @check("sequence_parallelize")

@@ -14,7 +14,7 @@ from .shared import FEWER, alive_before_backward, kept_bytes
 
 @check("sequence_parallelize", world_sizes=FEWER)
 def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
-    """What enters and leaves a block, and what its norms read, are s/n tokens."""
+    """What enters and leaves a block, and what norms and dropouts read, are s/n tokens."""
     for seen in trial.once(observe_model).dropping:
         share = seen.idx.numel() * seen.config["n_embd"] // trial.num_ranks
         stream_is_cut(trial, seen, share)
@@ -30,6 +30,16 @@ def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
                     "and keeps, for all of them"
                     if num_elements == trial.num_ranks * share
                     else "",
+                )
+            for number, num_elements in enumerate(result["dropped"], start=1):
+                trial.require(
+                    num_elements <= share,
+                    f"of {len(result['dropped'])} dropouts in a forward, number {number} acts on "
+                    f"{num_elements:,} elements: {share:,}, 1/{trial.num_ranks} of the tokens, are this "
+                    "rank's part",
+                    help="Take this rank's tokens first, then drop. After the embeddings, too: of their sum "
+                    "over the ranks a reduce-scatter leaves a rank its own tokens.",
+                    rank=rank,
                 )
 
 

@@ -15,7 +15,7 @@ from lessons_shared.cut_gpt import dense_model, describe, drawn_weights, gradien
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 
 from .masks import watch
-from .shared import FEWER, mark_backward, run_on_tokens
+from .shared import FEWER, Dropped, mark_backward, run_on_tokens
 from .slips import SUMMED_TWICE, gradients_summed_twice, own_token_gradients, with_biases_added_often
 
 NAME = "sequence_parallelize"
@@ -64,7 +64,8 @@ def one_dropping(
     runs, losses = [], []
     for _ in range(2):
         seen, hooks = watch(model.transformer.h)
-        loss = model(idx, targets)[1]
+        with Dropped() as dropped:
+            loss = model(idx, targets)[1]
         if in_full and not runs:
             loss.backward()
         runs.append(seen)
@@ -73,7 +74,7 @@ def one_dropping(
             hook.remove()
         del loss
     if not in_full:
-        return {"first": runs[0], "second": runs[1]}
+        return {"first": runs[0], "second": runs[1], "dropped": dropped.sizes}
     held = describe(model)
     normed: list[int] = []
     model.transformer.ln_f.register_forward_pre_hook(lambda _, given: normed.append(local(given[0]).numel()))
@@ -86,7 +87,8 @@ def one_dropping(
     with torch.no_grad():
         asleep = local(model(idx, targets)[1])
     return {
-        "first": runs[0], "second": runs[1], "losses": losses, "asleep": asleep, "recording": recording,
+        "first": runs[0], "second": runs[1], "dropped": dropped.sizes, "losses": losses,
+        "asleep": asleep, "recording": recording,
         "gradients": gradients_of(model), "weights": held["weights"], "last norm": last_norm,
     }  # fmt: skip
 

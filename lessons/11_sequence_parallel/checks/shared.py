@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import BACKWARD, CheckEnded, Trial, Verdict
+from grader.checks import BACKWARD, CheckEnded, Trial, Verdict, tensors_in
 
 SIZES = (2, 1, 4, 3)
 FEWER = (2, 1, 3)
@@ -25,6 +26,31 @@ class Norms(TorchDispatchMode):
         if func is torch.ops.aten.native_layer_norm.default:
             self.sizes.append(args[0].numel())
         return func(*args, **(kwargs or {}))
+
+
+class Dropped(TorchDispatchMode):
+    """On a rank: how many numbers each dropout acts on, whichever module it is in.
+
+    A mask that is drawn for more, and of which a part is used, counts as that part.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self._masks: dict[int, Tensor] = {}
+        """By address; they are held so that no other tensor gets it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._opname
+        if name == "native_dropout":
+            self.sizes.append(args[0].numel())
+        elif name in ("bernoulli", "bernoulli_"):
+            self._masks[result.untyped_storage().data_ptr()] = result
+        elif name in ("mul", "mul_"):
+            masks = [x for x in tensors_in(args) if x.untyped_storage().data_ptr() in self._masks]
+            self.sizes += [result.numel() for _ in masks[:1]]
+        return result
 
 
 def run_on_tokens(trial: Trial, probe: Callable, runs: list[tuple]) -> list[dict]:

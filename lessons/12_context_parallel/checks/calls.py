@@ -17,6 +17,11 @@ from .ring_slips import by_parts
 from .rings import Kind, draw
 from .shared import attention, causal
 
+WRITTEN_OVER = (
+    "a later call of the same shapes wrote into what this one keeps for its backward, which had gone well "
+    "before, in a call alone: is a buffer kept from call to call, such as the out= of torch.cat?"
+)
+
 
 def between_two_others(
     attention_of: Callable, group, parts: list[Tensor], d_out: Tensor
@@ -32,7 +37,12 @@ def between_two_others(
     gc.disable()
     try:
         outs = [attention_of(*inputs, group) for inputs in scaled]
-        outs[1].backward(d_out)
+        try:
+            outs[1].backward(d_out)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                error.add_note(WRITTEN_OVER)
+            raise
         second = weakref.ref(outs[1])
         outs.clear()
         return [x.grad for x in leaves], second() is not None
@@ -50,7 +60,8 @@ def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upst
     parts = [x.transpose(1, 2) for x in (q, k, v)]
     leaves = [x.clone().requires_grad_() for x in parts]
     out = attention_of(*leaves, rank.group)
-    found = {"out": out, "gradients": [None] * 3, "between": [None] * 3, "outlived": False}
+    returned = out.detach().clone() if isinstance(out, Tensor) else None
+    found = {"out": returned, "gradients": [None] * 3, "between": [None] * 3, "outlived": False}
     found["overwritten"] = []
     if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
         d_out = upstream.transpose(1, 2).to(out.dtype)

@@ -13,7 +13,17 @@ from lessons_shared.results import overwritten, results_stay
 
 from .frozen import NEEDING, gradients_of_some, require_where_needed
 from .ring_slips import by_parts
-from .shared import BACKWARD, SIZES, attention, blocks_on_the_wire, causal, plain_positions, went
+from .shared import (
+    BACKWARD,
+    SIZES,
+    as_returned,
+    attention,
+    blocks_on_the_wire,
+    causal,
+    output_stays,
+    plain_positions,
+    went,
+)
 
 exercise(
     "document_attention",
@@ -58,11 +68,12 @@ def attend(rank: Any, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, documen
     parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
     with rank.record() as recording:
         out = rank.submission.document_attention(*parts, documents, rank.group)
+        returned = as_returned(out)
         recording.mark(BACKWARD)
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
         if fits:
             out.backward(upstream.transpose(1, 2))
-    return {**went(out, fits, leaves, inputs, before, "the documents"), "recording": recording}
+    return {**went(out, returned, fits, leaves, inputs, before, "the documents"), "recording": recording}
 
 
 def same_document(documents: Tensor) -> Tensor:
@@ -188,6 +199,7 @@ def documents_do_not_see_each_other(trial: Trial) -> None:
         help="With all keys there, a rank's mask is its s/n rows of the whole (s, s) mask, another one for "
         "each sequence of the batch.",
     )
+    output_stays(trial, seen.results)
 
 
 def shares(seen: SimpleNamespace) -> list[list[Tensor]]:
@@ -300,12 +312,15 @@ def documents_keep_the_dtype_of_q(trial: Trial) -> None:
 
 
 def attend_often(rank: Any, before: list[Tensor], after: list[Tensor], longer: list[Tensor]) -> list[dict]:
+    """Three calls; the second has its documents in the tensor of the first, as a loader refills a buffer."""
     q, k, v, upstream, documents = after
 
     def again(*parts: Any) -> Tensor:
         return rank.submission.document_attention(*parts[:3], documents, rank.group)
 
-    results = [attend(rank, *before), attend(rank, *after)]
+    buffer = before[-1].clone()
+    results = [attend(rank, *before[:-1], buffer)]
+    results.append(attend(rank, q, k, v, upstream, buffer.copy_(documents)))
     heads = [x.detach().transpose(1, 2) for x in (q, k, v)]  # (b, a, s/n, d)
     d_out = upstream.transpose(1, 2)
     results[1]["overwritten"] = overwritten(again, *heads, upstream=d_out)
@@ -376,13 +391,14 @@ def document_scores_do_not_overflow(trial: Trial) -> None:
 
 @check("document_attention", first_of=(3, 2))
 def each_call_has_its_own_documents(trial: Trial) -> None:
-    """Another call, with other documents, goes by its own, whatever its length: batches come and go."""
+    """Another call, with other documents, goes by its own, whatever its length or the tensor they are in."""
     seen = trial.once(observe_calls)
 
     def others() -> dict[str, list[Tensor]]:
         before = by_parts(seen.other, grouped(seen.other, seen.large.mask))
         return {
-            "it is what the documents of the call before would give: shapes do not tell them apart": before
+            "it is what the documents of the call before would give. These came in the same tensor, "
+            "refilled: neither its shape nor its address tells them apart": before
         }
 
     help = "Make the mask out of the documents that this call was given."

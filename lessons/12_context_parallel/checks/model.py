@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Fault, Trial, check, exercise, is_close
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, is_close
 from lessons_shared.earlier import by_earlier_counts
 from lessons_shared.evaluation import HELP, LONGER, later_is_right, noted, without_gradients
 from nanogpt.model import GPT
@@ -402,6 +402,18 @@ def refusal_probe(rank, sizes: dict, idx: Tensor) -> str | Tensor:
         return type(error).__name__
 
 
+def refusals(trial: Trial, sizes: dict, idx: Tensor) -> list[str | Tensor]:
+    """What `refusal_probe` tells. It catches errors: a run that ends in none was not refused everywhere."""
+    try:
+        return trial.run(refusal_probe, sizes, idx)
+    except CheckEnded as end:
+        if end.verdict in (Verdict.CRASHED, Verdict.HUNG):
+            s, n = idx.size(1), trial.num_ranks
+            end.cause = f"{s} tokens over {n} ranks were not refused by a ValueError on every rank"
+            end.help = "Ask before anything is cut or sent: 2n divides s for zigzag parts, n for plain ones."
+        raise
+
+
 @check("context_parallelize", world_sizes=(2, 3, 4))
 def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
     """A sequence whose length is not divisible by n is a ValueError when the model is called.
@@ -411,7 +423,7 @@ def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
     sizes, n = small_config(trial), trial.num_ranks
     length = sizes["length"] - trial.integer(1, n - 1)
     idx = trial.tokens(sizes["vocab_size"], 2, length)
-    for r, told in enumerate(trial.run(refusal_probe, sizes, idx)):
+    for r, told in enumerate(refusals(trial, sizes, idx)):
         trial.require(
             told == "ValueError",
             f"{length} tokens over {n} ranks gave {told if isinstance(told, str) else 'a loss'} where a "
@@ -425,7 +437,7 @@ def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
     dense = GPT(config_of(sizes))(odd, odd)[1].detach()
     help = "Zigzag parts are two pieces each: refuse what 2n does not divide, or tokens are lost."
     told = f"{odd.size(1)} tokens, which {n} divides and {2 * n} does not"
-    found = trial.run(refusal_probe, sizes, odd)
+    found = refusals(trial, sizes, odd)
     if all(isinstance(loss, Tensor) for loss in found):
         trial.close(f"the loss of {told},", found, dense, help=help)
         return

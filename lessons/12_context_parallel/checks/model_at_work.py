@@ -9,6 +9,7 @@ from grader.checks import Fault, Trial, check
 from nanogpt.model import Dropout
 
 from .model_losses import built, dense, drawn, small_config, uneven
+from .shared import Watch
 
 
 def dropout_probe(rank, sizes: dict, weights: dict, idx: Tensor, targets: Tensor) -> Tensor:
@@ -117,14 +118,14 @@ MODES = ("eval", "training")
 
 
 def last_probe(rank, sizes: dict, weights: dict, idx: Tensor) -> dict:
-    """By mode: the logits, and whether there was a loss. There is no dropout."""
+    """By mode: the logits, whether there was a loss, and what was as long as the sequence. No dropout."""
     model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
     found = {}
     for mode in MODES:
-        with torch.set_grad_enabled(mode == "training"):
+        with torch.set_grad_enabled(mode == "training"), Watch(sizes["length"], dims=3) as watch:
             logits, loss = model.train(mode == "training")(idx)
         logits = logits.detach() if isinstance(logits, Tensor) else None
-        found[mode] = {"logits": logits, "loss": loss is not None}
+        found[mode] = {"logits": logits, "loss": loss is not None, "long": watch.long}
     return found
 
 
@@ -170,3 +171,12 @@ def every_rank_can_sample(trial: Trial) -> None:
             trial.require(
                 not result[mode]["loss"], f"without targets it returned a loss in {mode} mode", rank=rank
             )
+            if trial.num_ranks > 2:  # with two ranks two parts side by side are as long
+                trial.require(
+                    not result[mode]["long"],
+                    f"without targets, in {mode} mode, {result[mode]['long']}, and the whole sequence is "
+                    f"{sizes['length']} long",
+                    help="Do not gather the tokens. Only the rank that has the last one can make its logits: "
+                    "let it hand them to all, (b, 1, v).",
+                    rank=rank,
+                )

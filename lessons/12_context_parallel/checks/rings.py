@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,16 @@ from .ring_slips import by_parts, last_terms, wrong_formulas, wrong_journeys, wr
 from .shared import (
     BACKWARD,
     Watch,
+    as_returned,
     attention,
     causal,
     hops_at_most,
     neighbours_only,
     nothing_is_long,
+    output_stays,
     plain_positions,
     went,
+    with_changed,
     zigzag_positions,
 )
 
@@ -89,6 +93,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         watch.whole = 0  # four blocks joined are keys, values and their gradients
         watch.before_second_hop = watch.at_second_block = None
         watch.at_first_product = lambda: rank.tell(f"rank {rank.rank} computes backward")
+        returned = as_returned(out)
         recording.mark(BACKWARD)
         watch.long, watch.order = "", []
         others_went_back = hold_back(rank, "backward")
@@ -96,7 +101,7 @@ def attend(rank, name: str, length: int, q: Tensor, k: Tensor, v: Tensor, upstre
         if fits:
             out.backward(upstream.transpose(1, 2))
     return {
-        **went(out, fits, leaves, (q, k, v, upstream), before),
+        **went(out, returned, fits, leaves, (q, k, v, upstream), before),
         "forward": forward,
         "others_computed": others_computed,
         "others_went_back": others_went_back,
@@ -152,6 +157,7 @@ def require_outputs(trial: Trial, seen: SimpleNamespace) -> None:
         help="Compare each block with plain attention: which ranks' keys are there at step t, which of them "
         "does a query see, and is what arrives awaited before it is used?",
     )
+    output_stays(trial, seen.results)
 
 
 def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
@@ -165,12 +171,15 @@ def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
         )
     formulas = cache(partial(wrong_formulas, seen))
 
-    def others(i: int) -> dict[str, list[Tensor]]:
+    def slips_of(i: int) -> dict[str, list[Tensor]]:
         slips = {cause: by_parts(seen, value[i]) for cause, value in formulas().items()}
         if n > 1 and i == 0:
             told = "only what the block adds that is computed last: = in the place of +=?"
             return slips | {told: last_terms(seen)}
         return slips | wrong_journeys(seen, i) if n > 1 else slips
+
+    def others(i: int) -> dict[str, Any]:
+        return with_changed(seen.results, [r["gradients"][i] for r in seen.results], slips_of(i))
 
     for i, label in enumerate("qkv"):
         trial.close(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import Event, Fault, Recording, Trial, tensors_in
+from grader.checks import Event, Fault, Recording, Trial, is_close, tensors_in
 
 BACKWARD = "backward begins"
 SIZES = (2, 1, 4, 3)
@@ -54,16 +54,36 @@ def causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
+def as_returned(out: Any) -> Tensor | None:
+    """On a rank, before backward: a copy of an output, if it can be in memory that no recording counts."""
+    if type(out) is Tensor and out.dtype == torch.float32:
+        return torch.from_numpy(out.detach().cpu().numpy().copy())
+    return out.detach().clone() if isinstance(out, Tensor) else None
+
+
+def unchanged(now: Tensor, before: Tensor) -> bool:
+    """Whether a tensor has the numbers that it had, NaN included."""
+    return torch.allclose(now.to(before.device), before, 0, 0, equal_nan=True)
+
+
 def went(
-    out: Any, fits: bool, leaves: list[Tensor], now: Iterable[Tensor], before: Iterable[Tensor], *more: str
+    out: Any,
+    returned: Tensor | None,
+    fits: bool,
+    leaves: list[Tensor],
+    now: Iterable[Tensor],
+    before: Iterable[Tensor],
+    *more: str,
 ) -> dict:
     """On a rank: what a forward and backward left. Leaves are (b, s/n, a, d).
 
-    What was given, `now` and `before`, is q, k, v, the upstream gradient, and what `more` names.
+    What was given, `now` and `before`, is q, k, v, the upstream gradient, and what `more` names. `returned`
+    is the output before backward.
     """
     names = [*"qkv", "the gradient that came in", *more]
     return {
-        "out": out.detach() if isinstance(out, Tensor) else None,
+        "out": returned,
+        "rewritten": returned is not None and not unchanged(out, returned),
         "gradients": [x.grad if x.grad is None else x.grad.transpose(1, 2) for x in leaves],
         "differentiable": fits,
         "changed": [
@@ -177,6 +197,36 @@ def nothing_is_long(trial: Trial, found: str, length: int, rank: int) -> None:
 def blocks_on_the_wire(events: list[Event]) -> list[Event]:
     """What carries blocks: messages that were sent, and collectives. Not a size or a flag."""
     return [event for event in events if event.num_bytes > FEW and event.kind != "recv"]
+
+
+def changed_everywhere(results: list[dict]) -> str:
+    """Which of q, k and v were changed in place on every rank; "" if none was."""
+    return ", ".join(name for name in "qkv" if all(name in result["changed"] for result in results))
+
+
+def with_changed(results: list[dict], found: list, others: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """Causes of wrong gradients; where none fits, that inputs were changed in place."""
+    names = changed_everywhere(results)
+    fits = all(isinstance(x, Tensor) for x in found) and any(
+        all(map(is_close, found, other)) for other in others.values()
+    )
+    if fits or not names:
+        return others
+    told = f"changed in place: {names}. What comes after that works with other numbers"
+    step = "x.to(dtype) copies nothing where x has that dtype: x * c makes a new tensor, x.mul_(c) does not."
+    return {**others, told: Fault(found, step)}
+
+
+def output_stays(trial: Trial, results: list[dict]) -> None:
+    """Require that the backward did not write into the output, of which it is known that it was right."""
+    for rank, result in enumerate(results):
+        trial.require(
+            not result["rewritten"],
+            "the output was right when it was returned, and its own backward changed it in place",
+            help="Make a new tensor in backward: (out * d_out).sum(-1) does, and out.mul_(d_out) writes into "
+            "what the caller has.",
+            rank=rank,
+        )
 
 
 def neighbours_only(trial: Trial, events: list[Event], rank: int, largest: int) -> None:

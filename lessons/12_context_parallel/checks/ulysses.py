@@ -3,17 +3,28 @@
 import math
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import CheckEnded, Event, Recording, Trial, check, each_rank, exercise, tensors_in
+from grader.checks import CheckEnded, Event, Fault, Recording, Trial, check, each_rank, exercise, tensors_in
 from lessons_shared.results import results_stay
 
 from . import calls, frozen, grouped, rings
 from .ring_slips import by_parts
-from .shared import BACKWARD, FEW, SIZES, attention, causal, plain_positions, went
+from .shared import (
+    BACKWARD,
+    FEW,
+    SIZES,
+    as_returned,
+    attention,
+    causal,
+    output_stays,
+    plain_positions,
+    went,
+)
 
 exercise(
     "ulysses_attention",
@@ -59,12 +70,13 @@ def attend(rank, length: int, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor)
     parts = [x.transpose(1, 2) for x in leaves]  # (b, a, s/n, d)
     with rank.record() as recording, Whole(length, q.size(2)) as watch:
         out = rank.submission.ulysses_attention(*parts, rank.group)
+        returned = as_returned(out)
         recording.mark(BACKWARD)
         fits = isinstance(out, Tensor) and out.shape == parts[0].shape and out.requires_grad
         if fits:
             go_back(out, upstream.transpose(1, 2))
     return {
-        **went(out, fits, leaves, (q, k, v, upstream), before),
+        **went(out, returned, fits, leaves, (q, k, v, upstream), before),
         "whole": watch.found,
         "recording": recording,
     }
@@ -131,7 +143,7 @@ def observe_grouped(trial: Trial) -> SimpleNamespace:
     return grouped.observe(trial, ULYSSES)
 
 
-def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+def wrong_outputs(seen: SimpleNamespace) -> dict[str, Any]:
     """Cause → what each rank would have."""
     q, k, v = (x.detach() for x in seen.inputs)
     n, length, a = len(seen.where), seen.length, q.size(1)
@@ -153,7 +165,10 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
             :, heads.view(per_rank, n).T.flatten()
         ],
     }
-    causes = {cause: by_parts(seen, whole) for cause, whole in found.items()}
+    causes: dict[str, Any] = {cause: by_parts(seen, whole) for cause, whole in found.items()}
+    told = "it is the attention of v in the place of q and k: what arrived for v lies where q and k were"
+    step = "Receive each into a tensor of its own, a new one in every call: torch.empty_like(...)."
+    causes[told] = Fault(by_parts(seen, attention(v, v, v, mask)[0]), step)
     if n > 1:
         woven = places.view(n, -1).T.flatten()  # one token of each rank in turn
         interleaved = attention(*(x[:, :, woven] for x in (q, k, v)), mask)[0]
@@ -185,6 +200,7 @@ def ulysses_output_is_that_of_causal_attention(trial: Trial) -> None:
         "in order: check that with torch.arange in the place of q. After the second, its "
         "tokens of heads 0 to a-1.",
     )
+    output_stays(trial, seen.results)
 
 
 @check("ulysses_attention")

@@ -208,11 +208,19 @@ def observe_merges(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(tensors=tensors, dims=dims, results=trial.run(merge_probe, per_rank=parts))
 
 
-def other_wholes(x: Tensor, dim: int, n: int) -> dict[str, Tensor]:
+def other_wholes(x: Tensor, dim: int, n: int) -> dict[str, Any]:
     parts = [cut(x, dim, r, n) for r in range(n)]
     halves = [p.chunk(2, dim) for p in parts]
     firsts, seconds = [h[0] for h in halves], [h[1] for h in halves]
+    held = [c for r in range(n) for c in (r, 2 * n - 1 - r)]
+    lying = [half for pair in halves for half in pair]  # chunk held[i] lies at place i
+    once_more = Fault(
+        torch.cat([lying[c] for c in held], dim),
+        "If held[i] is the number of the i-th chunk, chunks[held] puts them into that order once more. The "
+        "other way: place held[i] gets the i-th, as chunks[torch.argsort(held)] does.",
+    )
     return {
+        "the order in which the ranks hold the chunks was applied to them, and not undone": once_more,
         "the parts are joined in the order of the ranks": torch.cat(parts, dim),
         "the second halves are joined in the order of the ranks": torch.cat([*firsts, *seconds], dim),
         "the halves are swapped": torch.cat([*seconds, *firsts[::-1]], dim),

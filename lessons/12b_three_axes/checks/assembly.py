@@ -219,7 +219,7 @@ FOURTH = "pipeline"
 
 
 def observe_refusals(trial: Trial) -> SimpleNamespace:
-    """Each dimension of a mesh without its technique, and a fourth one, for which there is none."""
+    """Each dimension of several ranks without its technique, and a fourth one, for which there is none."""
     sizes = MESHES[trial.num_ranks][0]
     cases = {dim: (sizes, tuple(name for name in ORDER if name != dim)) for dim in sizes if sizes[dim] > 1}
     cases[FOURTH] = ({FOURTH: 2, "data": trial.num_ranks // 2}, ORDER)
@@ -229,7 +229,7 @@ def observe_refusals(trial: Trial) -> SimpleNamespace:
 
 @check("parallelize_on_mesh", world_sizes=(4, 2))
 def a_dimension_without_a_technique_is_refused(trial: Trial) -> None:
-    """A dimension of the mesh that has no technique is a ValueError, before any technique was applied."""
+    """A dimension of several ranks without a technique is a ValueError, before any technique was applied."""
     for dim, results in trial.once(observe_refusals).missing.items():
         for rank, result in enumerate(results):
             trial.require(

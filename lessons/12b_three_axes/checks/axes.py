@@ -56,6 +56,11 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
     layers = config.n_layer
     every = {
         "the stream is not cut by the rows: a rank has b/d of them": {"rows": 1},
+        "the rows of a rank are rounded down: b/d is a fraction where b is not divisible by d, so divide "
+        "with / where // stands": {"rows": batch_size / (batch_size // d)},
+        "the rows of a rank are rounded up: b/d is a fraction where b is not divisible by d": {
+            "rows": batch_size / -(-batch_size // d)
+        },
         "the stream is not cut by the tokens: a rank has s/c of them": {"tokens": 1},
         "a rank's parameters are not cut: of matrices and table it has 1/t": {"cut": 1},
         "positions and norms are cut, too: every rank has them whole": {"whole": t},
@@ -107,6 +112,7 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
 
 
 def observe(trial: Trial) -> Answers:
+    """Every mesh with a batch that its ranks along data divide, and with one that they do not."""
     calls = []
     for sizes in ((2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 4, 5), (8, 16, 8)):
         for zero3 in (False, True):
@@ -121,7 +127,9 @@ def observe(trial: Trial) -> Answers:
                 dropout=0.0,
                 bias=False,
             )
-            calls.append((config, d * trial.integer(2, 30), dict(zip(AXES, sizes, strict=True)), zero3))
+            left = trial.integer(1, d - 1) if zero3 and d > 1 else 0
+            rows = d * trial.integer(2, 30) + left
+            calls.append((config, rows, dict(zip(AXES, sizes, strict=True)), zero3))
     return Answers(trial, "bytes_by_axis", calls, truth)
 
 

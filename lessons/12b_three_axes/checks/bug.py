@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise, is_close
 from grader.checks import told as told_events
 from lessons_shared.earlier import KEPT
 
@@ -111,6 +111,9 @@ UNWEIGHED = (
 PART_OF_THE_MEAN = "it is this rank's part of the mean: the mean along data divides once more"
 """Seen where all ranks lie along data, before there is another mesh."""
 
+SUMMED = "the loss itself was summed over the ranks along data, as one that has every rank's loss in it"
+OWN_LOSS = "Let the count of targets alone travel: each rank's own loss is weighed by its share of it."
+
 LOSS = "the plain mean along data of the weighed loss"
 
 
@@ -134,6 +137,32 @@ def others(n: int) -> dict[str, Any]:
             lambda counts, p, sizes: counts[p] * sizes["data"] // sum(counts)
         ),
     }
+
+
+def times_the_mean(values: list[Any], right: list[Tensor], sizes: Sizes) -> int:
+    """How many times the mean over all counted targets every rank has: 1, d, or 0 for another loss."""
+    d = sizes["data"]
+    if d == 1 or not all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
+        return 0
+    means = along_data(right, sizes)
+    for times in (1, d):
+        if all(is_close(value, times * mean, 1e-5) for value, mean in zip(values, means, strict=True)):
+            return times
+    return 0
+
+
+def summed(times: int) -> tuple[str, Any]:
+    """Sentence and weight where every rank has the mean of all, as it is or so many times as large."""
+    if times == 1:
+        words = (
+            f"{SUMMED}. No gradient comes through all_reduce: each is this rank's part of the mean, which "
+            "the mean along data divides once more"
+        )
+        return words, lambda counts, p, sizes: counts[p] / sum(counts)
+    return (
+        f"{SUMMED}, and is multiplied by the number of ranks",
+        lambda counts, p, sizes: times * by_share(counts, p, sizes),
+    )
 
 
 def along_data(values: list[Any], sizes: Sizes) -> list[Any]:
@@ -160,18 +189,26 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
         n = trial.num_ranks
         right = by_weight(seen, i, by_share, n)
         by_slip = {words: by_weight(seen, i, weigh, n) for words, weigh in others(n).items()}
-        if not alone:
+        values = [result[i]["loss"] for result in seen.results]
+        times = times_the_mean(values, [loss for loss, _ in right], sizes) if alone else 0
+        if times or not alone:
             del by_slip[PART_OF_THE_MEAN]
         by_slip["targets of 0 are not counted: -1 alone does not count"] = by_weight(seen, i, by_share, n, 1)
         if i:
             first = sum(int((targets != -1).sum()) for _, targets in seen.drawn[0])
             by_slip[KEPT] = by_weight(seen, i, partial(by_another_count, first), n)
+        words = ""
+        if times:
+            words, weigh = summed(times)
+            by_slip[words] = by_weight(seen, i, weigh, n)
         slips = {words: [each[part] for each in found] for words, found in by_slip.items()}
         actual = [result[i]["gradient" if part else "loss"] for result in seen.results]
         expected = [each[part] for each in right]
         if not part:
             actual, expected = along_data(actual, sizes), along_data(expected, sizes)
             slips = {words: along_data(found, sizes) for words, found in slips.items()}
+        if words:
+            slips[words] = Fault(slips[words], OWN_LOSS)
         trial.close(
             f"{what} on a mesh of {told(sizes)}",
             actual,
