@@ -65,18 +65,22 @@ def dense_branch(branch: nn.Module, x: Tensor, upstream: Tensor) -> SimpleNamesp
 
 def observe_branch(name: str):
     def observe(trial: Trial) -> dict[str, SimpleNamespace]:
-        odd = {"n_head": 3, "n_embd": 21} if BRANCH[name][0] is MLP else {}  # no head has to be whole there
         seen = {
             "with bias": branch_case(trial, name, bias=True),
-            "without bias": branch_case(trial, name, bias=False, **odd),
+            "without bias": branch_case(trial, name, bias=False),
         }
-        cases = [(case.config, case.weights, case.x, case.upstream) for case in seen.values()]
-        results = trial.run(branch_probe, name, cases)
-        for number, case in enumerate(seen.values()):
-            case.results = [result[number] for result in results]
+        run_cases(trial, name, list(seen.values()))
         return seen
 
     return observe
+
+
+def run_cases(trial: Trial, name: str, cases: list[SimpleNamespace]) -> None:
+    """Give each case its results, by rank."""
+    given = [(case.config, case.weights, case.x, case.upstream) for case in cases]
+    results = trial.run(branch_probe, name, given)
+    for number, case in enumerate(cases):
+        case.results = [result[number] for result in results]
 
 
 def branch_case(trial: Trial, name: str, **changes: Any) -> SimpleNamespace:

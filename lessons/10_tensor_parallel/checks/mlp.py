@@ -22,11 +22,13 @@ from lessons_shared.wire import computes_a_share
 
 from .branches import (
     BRANCHES,
+    branch_case,
     branch_communication,
     branch_dropout,
     branch_in_evaluation,
     branch_output,
     branch_refusal_probe,
+    run_cases,
 )
 from .shared import SIZES
 
@@ -128,6 +130,14 @@ def mlp_computes_its_share(trial: Trial) -> None:
     for seen in trial.once(BRANCHES["tensor_parallel_mlp"]).values():
         h = seen.x.size(-1)
         computes_a_share(trial, seen, 2 * (seen.x.numel() // h) * 8 * h * h / trial.num_ranks)
+
+
+@check("tensor_parallel_mlp", world_sizes=(2, 4), subgroup=False)
+def mlp_of_an_odd_width_is_cut(trial: Trial) -> None:
+    """An MLP of an odd width is cut as well: 4h is divisible by 2 and by 4."""
+    case = branch_case(trial, "tensor_parallel_mlp", n_head=3, n_embd=21)
+    run_cases(trial, "tensor_parallel_mlp", [case])
+    trial.close("the output of an MLP of width 21", each_rank(case, "output"), case.dense.output)
 
 
 @check("tensor_parallel_mlp", world_sizes=(2, 1, 4), subgroup=False)
