@@ -164,7 +164,6 @@ class Flights:
             self._taken = Taken([s for flight in self._aloft for s in (*flight.fills, *flight.sends)])
         if not self._is_near(self._taken, args, kwargs):
             return
-        sends = func.namespace == "c10d" and event is not None
         reads, writes = _touched(func, args, kwargs, event)
         for flight in self._aloft:
             if flight.told:
@@ -173,7 +172,7 @@ class Flights:
                 self._tell(flight, "shared")
             elif _meet(flight.fills, reads):
                 self._tell(flight, "overwritten" if flight.too_soon else "read")
-            elif sends and _meet(flight.fills, writes):
+            elif _is_of_c10d(func, event) and _meet(flight.fills, writes):
                 self._tell(flight, "twice")
             elif _meet(flight.fills, writes) or _meet(flight.sends, writes):
                 self._tell(flight, "changed")
@@ -316,8 +315,14 @@ def _buffers(name: str, args: Any, event: Event) -> tuple[list[Stretch], list[St
 
 def _touched(func: Any, args: Any, kwargs: Any, event: Event | None) -> tuple[list[Stretch], list[Stretch]]:
     """The memory that an operation reads, and that it writes, where it communicates and where not."""
-    sends = func.namespace == "c10d" and event is not None
-    return _buffers(func._opname, args, event) if sends else _used(func, args, kwargs)
+    if _is_of_c10d(func, event):
+        return _buffers(func._opname, args, event)
+    return _used(func, args, kwargs)
+
+
+def _is_of_c10d(func: Any, event: Event | None) -> bool:
+    """Whether an operation communicates, and is torch.distributed's own, not a functional one."""
+    return func.namespace == "c10d" and event is not None
 
 
 def _used(func: Any, args: Any, kwargs: Any) -> tuple[list[Stretch], list[Stretch]]:

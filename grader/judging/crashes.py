@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from grader.judging.group_and_world import NOT_IN_THE_GROUP, NOT_OF_THE_GROUP
 
+_NOT_CONTIGUOUS = r"[Tt]ensors? (must|has to) be contiguous"
 _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"network is unreachable|name resolution|name or service not known|^URLError|^gaierror",
@@ -86,7 +87,7 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "Which of the two was cast, or computed under autocast, and which was not?",
     ),
     (
-        r"[Tt]ensors? (must|has to) be contiguous",
+        _NOT_CONTIGUOUS,
         "a tensor that does not lie in one piece of memory was sent: only contiguous ones travel",
         "Send x.contiguous(). Of such a tensor contiguous(), flatten() and reshape() are copies: what "
         "arrives in a copy, or is summed there, must be copied back.",
@@ -153,7 +154,6 @@ _WITHOUT_RANKS = {
 """The next step after a cause, for an exercise that knows of no ranks."""
 
 
-_NOT_CONTIGUOUS = re.compile(r"[Tt]ensors? (must|has to) be contiguous")
 _RECEIVED_INTO = (
     "the tensor that something is received into does not lie in one piece of memory: torch.empty_like and "
     "clone() lay it out as what they are given",
@@ -225,7 +225,7 @@ def why_crashed(
     if _NONE.search(message) and places and _GRADIENT.search(places[-1]):
         cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"
         return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."
-    if _NOT_CONTIGUOUS.search(message) and {"irecv", "recv"} & set(through):
+    if re.search(_NOT_CONTIGUOUS, message) and {"irecv", "recv"} & set(through):
         return _RECEIVED_INTO
     if sizes := _SIZES.search(message):
         if num_ranks == 0:
