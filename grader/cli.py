@@ -95,7 +95,7 @@ def grade() -> None:
     type=click.FloatRange(min=1),
     default=Limits.timeout,
     show_default=True,
-    help="Seconds that one run of ranks may take.",
+    help="Seconds that one run of ranks may take; more on a machine that is busy with something else.",
 )
 @click.option(
     "--total-timeout",

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -322,6 +324,29 @@ def test_a_machine_that_was_held_up_is_no_deadlock(launcher: Launcher) -> None:
 
     report = launcher.run(hold_up, Code(trusted=True), [(), ()], limits=Limits(idle=1.5))
     assert report.ended == "complete"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux tells who waits for a core")
+def test_time_in_which_others_have_the_core_is_not_the_ranks_own(launcher: Launcher) -> None:
+    """Three others want the one core that the rank may use: it has about half a second of every two."""
+
+    def compute(rank, core):
+        os.sched_setaffinity(0, {core})
+        while time.process_time() < 1.2:
+            pass
+
+    core = min(os.sched_getaffinity(0))
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for other in others:
+            os.sched_setaffinity(other.pid, {core})
+        report = launcher.run(compute, Code(trusted=True), [(core,)], limits=Limits(timeout=2))
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert report.ended == "complete"
+    assert report.seconds > 2, "the machine was not busy enough for a test"
 
 
 def test_messages_whose_tags_differ_are_named() -> None:

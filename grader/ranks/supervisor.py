@@ -51,6 +51,8 @@ WORDS_SECONDS = 1.0
 """That a rank may take, beyond a tenth, to write where it stands."""
 STALL_SECONDS = 0.5
 """Between two looks; where it is more, the machine was held up, and not the ranks alone."""
+MOST_DENIED = 3
+"""How many times its timeout a run may be given beyond it, where the machine had no core for its ranks."""
 STAND_SECONDS = 0.1
 """That ranks may take to stand still between two runs."""
 LEAST_CPU = 0.015
@@ -126,6 +128,25 @@ class _Progress:
     def see(self, cpu: float, now: float, num_ranks: int) -> None:
         if cpu > self.cpu + max(LEAST_CPU, WAITING_CPU * num_ranks * (now - self.last)):
             self.last, self.cpu = now, cpu
+
+
+@dataclass
+class _Denied:
+    """The seconds in which a rank could have run and no core was free for any: they are not its own."""
+
+    looked: float
+    could_run: float = 0.0
+    first_cpu: float | None = None
+    cpu: float = 0.0
+
+    def see(self, runnable: bool, cpu: float, now: float) -> None:
+        self.first_cpu = cpu if self.first_cpu is None else self.first_cpu
+        self.could_run += now - self.looked if runnable else 0.0
+        self.looked, self.cpu = now, cpu
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.could_run - (self.cpu - (self.first_cpu or 0.0)))
 
 
 class _Run:
@@ -230,9 +251,9 @@ class _Run:
 
     def watch(self) -> None:
         """Listen until every rank has answered, or until something ends the run early."""
-        deadline = self.began + self.header["timeout"]
+        timeout = self.header["timeout"]
         trouble_at, next_look, before = None, self.began + TICK_SECONDS, self.began
-        life, threads = _Progress(self.began), _Progress(self.began)
+        life, threads, denied = _Progress(self.began), _Progress(self.began), _Denied(self.began)
         while not self.ended:
             progressed = self._listen()
             now = time.monotonic()
@@ -247,7 +268,7 @@ class _Run:
                 trouble_at = trouble_at or now
                 if now > trouble_at + GRACE_SECONDS or "running" not in states:
                     self.ended = "trouble"
-            elif now > deadline:
+            elif now > self.began + timeout + min(denied.seconds, MOST_DENIED * timeout):
                 self.ended = "timeout"
             if progressed:
                 life.last = now
@@ -259,6 +280,7 @@ class _Run:
                 self.next_tree = now + TREE_SECONDS
             if runnable:
                 life.last = now
+            denied.see(runnable, main_cpu + other_cpu, now)
             life.see(main_cpu, now, len(self.ranks))
             threads.see(other_cpu, now, len(self.ranks))
             idle = self.header["idle"]
