@@ -249,6 +249,10 @@ class FullySharded(nn.Module):
             with torch.autograd.graph.saved_tensors_hooks(unit.pack, unit.unpack):
                 y = forward(x)
             unit.free()
+            if (
+                not unit.trained and x.requires_grad
+            ):  # no gradient of a weight will tell that backward is over
+                x.register_hook(lambda gradient: unit.free())
             return y
 
         return run

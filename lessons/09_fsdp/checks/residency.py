@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from grader.checks import Trial, check, settle
+from nanogpt.model import GPT
 
-from .models import DEEP, build, bytes_of, deep_gpt, local
+from .models import DEEP, SHORT, build, bytes_of, deep_gpt, local, short_gpt
 from .runs import run
 from .wire import SMALL, padded_bytes, require_travelled, travelled
 
@@ -243,6 +244,51 @@ def only_shards_after_backward(trial: Trial) -> None:
             f"{seen.share:,} bytes",
             help="A shard's .grad has the shard's size.",
             rank=r,
+        )
+    require_frozen_blocks_freed(trial)
+
+
+def frozen_gpt() -> GPT:
+    """Of its five blocks the three in the middle are frozen."""
+    model = short_gpt()
+    for block in model.transformer.h[1:-1]:
+        block.requires_grad_(False)
+    return model
+
+
+def measure_frozen(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+    with rank.record(memory=True) as step:
+        sharded = rank.submission.FullySharded(build(frozen_gpt, seed).to(rank.device), rank.group)
+        settle()
+        step.mark("before")
+        _, loss = sharded(*batch)
+        loss.backward()
+        del loss
+        settle()
+        step.mark("after")
+    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
+    return {
+        "step": step,
+        "gradients": sum(g.numel() * g.element_size() for g in gradients),
+    }
+
+
+def require_frozen_blocks_freed(trial: Trial) -> None:
+    """A block that gets no gradient is freed after its backward, too."""
+    batch = (trial.tokens(SHORT.vocab_size, 1, 2), trial.tokens(SHORT.vocab_size, 1, 2))
+    model = build(frozen_gpt, 0)
+    block = bytes_of(model.transformer.h[0])
+    seen = SimpleNamespace(block=block, num_blocks=SHORT.n_layer)
+    for r, result in enumerate(run(trial, measure_frozen, trial.seed(), batch)):
+        more = result["step"].alive("after") - result["step"].alive("before") - result["gradients"]
+        trial.require(
+            more <= 1.5 * block + 2 * (bytes_of(model) - SHORT.n_layer * block) + SMALL,
+            f"three of five blocks are frozen: after backward, besides the shards' gradients "
+            f"{blocks(seen, more)} more are alive on it than before forward",
+            help="Where nothing in a block is trained, no gradient of a weight tells that its backward is "
+            "over: free it when backward comes to the block before.",
+            rank=r,
+            cause="a block without any gradient is gathered for its backward, and never freed",
         )
 
 
