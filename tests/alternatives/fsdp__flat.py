@@ -157,6 +157,7 @@ class Whole:
         self.trained = sum(1 for entry in self.entries if entry[1].requires_grad)
         self.there, self.count, self.flying = True, 0, []
         self.before = self.after = None  # whole ones to be sent for ahead, in backward and in forward
+        self.is_passed = False  # by backward, on its way to the block before
         self.free()
 
     @torch.no_grad()
@@ -212,7 +213,7 @@ class Whole:
         if isinstance(packed, torch.Tensor):
             return packed
         self.gather()
-        if self.before:
+        if self.before and self.is_passed:
             self.before.start()
         i, *layout = packed
         return self.entries[i][1].detach().as_strided(*layout)
@@ -244,6 +245,7 @@ class FullySharded(nn.Module):
     def wrapped(forward, unit):
         def run(x):
             unit.gather()
+            unit.is_passed = x.requires_grad
             if unit.after:
                 unit.after.start()
             with torch.autograd.graph.saved_tensors_hooks(unit.pack, unit.unpack):

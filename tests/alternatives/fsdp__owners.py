@@ -170,7 +170,7 @@ class Block(torch.autograd.Function):
         now = torch.get_rng_state()
         with torch.enable_grad():
             x = x.detach().requires_grad_(ctx.needs_input_grad[0])
-            taken = unit.take(unit.neighbours["before"])
+            taken = unit.take(unit.neighbours["before"] if x.requires_grad else ())
             whole = {n: w.requires_grad_(need) for (n, w), need in zip(taken.items(), needed, strict=True)}
             torch.set_rng_state(state)
             y = functional_call(unit.hidden[0], whole, (x,))

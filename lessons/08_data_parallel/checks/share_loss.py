@@ -203,6 +203,10 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         rounded = torch.tensor(counts, dtype=dtype)
         told = f"the number of targets went through {str(dtype)[6:]}, which holds whole numbers up to {last}"
         known[told] = [n / torch.stack([*rounded]).sum().item()] * n
+    factor = (torch.tensor(n) / torch.tensor(total)).item()
+    known[
+        "n over the sum of all is a number of float32: what two whole numbers give where they are divided"
+    ] = [factor] * n
     two = {"as if there were 2 ranks: n is the group's size": [2 / total] * n}
     return {**known, **two} if n > 1 else two
 

@@ -243,10 +243,14 @@ def observe(trial: Trial) -> SimpleNamespace:
         results = trial.run(step_on_ranks, whole, between, per_rank=[(steps,) for steps in by_rank])
     except CheckEnded as end:
         empty = [r for r in range(trial.num_ranks) if r * -(-SIZE // trial.num_ranks) >= SIZE]
-        if end.verdict == Verdict.HUNG and empty and returns_where_no_shard_is_empty(trial):
+        told = {
+            Verdict.HUNG: "makes other calls than its peers",
+            Verdict.CRASHED: "raises where it computes with none",
+        }
+        if end.verdict in told and empty and returns_where_no_shard_is_empty(trial):
             end.cause = (
-                f"rank {empty[0]} has no gradient, as its shard is empty, and makes other calls than its "
-                "peers. Where every rank has one, all of it returns"
+                f"rank {empty[0]} has no gradient, as its shard is empty, and {told[end.verdict]}. Where "
+                "every rank has one, all of it returns"
             )
             end.help = "Who has no gradient takes part in every collective, with a sum of squares of 0."
         raise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import CheckEnded, Recording, Trial, check, exercise
+from grader.checks import CheckEnded, Recording, Trial, Verdict, check, exercise
 from nanogpt.model import GPT
 
 from .models import (
@@ -26,6 +26,7 @@ from .models import (
 from .parts import gradients_by_rank, means_by_pass, misses_last_pass, trained_on
 from .runs import require_in_evaluation, run
 from .training import (
+    LEARNING_RATE,
     PASSES,
     ROUNDED,
     Rule,
@@ -67,6 +68,9 @@ exercise(
 
 TRAINED = (2, 1, 3)
 """Numbers of ranks that train the usual model. Four train one whose parameters are fewer than they are."""
+
+RANKS_OF_ITS_OWN = (3, 2)
+"""Of a check that has a run of its own: the first of these that there are."""
 
 TWINS = ("transformer.wte.weight", "lm_head.weight")
 """The names of the tied table."""
@@ -356,7 +360,45 @@ def evaluation_after_training_is_the_dense_models(trial: Trial) -> None:
     )
 
 
-@check("FullySharded", first_of=(3, 2))
+def overlap_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The weights after a step whose two losses, and an evaluation, are computed before any backward."""
+    sharded = wrapped(rank, odd_gpt, seed)
+    optimizer = SGD(sharded.parameters(), lr=LEARNING_RATE)
+    first = sharded(*batches[0])[1]
+    evaluate(sharded, *batches[1])
+    second = sharded(*batches[1])[1]
+    first.backward()
+    second.backward()
+    optimizer.step()
+    return full(sharded)
+
+
+@check("FullySharded", first_of=RANKS_OF_ITS_OWN)
+def another_forward_may_come_between(trial: Trial) -> None:
+    """Another forward may come before a loss's backward: an evaluation, or that of a second loss."""
+    numbers, by_rank = seeds(trial), draw(trial, PASSES[0])
+    help = "Backward gathers whatever it uses and does not find: what lies outside the blocks, too."
+    try:
+        ends = run(trial, overlap_on_ranks, per_rank=list(zip(numbers, by_rank, strict=True)))
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
+            end.cause = (
+                "the other forward frees what lies outside the blocks, and the backward after it does not "
+                "gather that again"
+            )
+            end.help = help
+        raise
+    right = whole_batch(odd_gpt, numbers[0], by_rank, "SGD", Rule(), num_steps=1)
+    for name, expected in right.items():
+        trial.close(
+            f"{name} after a step of SGD on two losses, whose forwards, and one in evaluation, came first",
+            [end.get(name) for end in ends],
+            expected,
+            help=help,
+        )
+
+
+@check("FullySharded", first_of=RANKS_OF_ITS_OWN)
 def adamw_trains_as_one_process_does(trial: Trial) -> None:
     """So do two of AdamW, in evaluation mode: a tied table, frozen weights, sizes that do not divide."""
     help = "Frozen weights have no gradient, and shards that do not decay."

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from grader.checks import Trial, check
 from grader.checks import told as told_events
 
-from .fully_sharded import dtypes_of, full
+from .fully_sharded import dtypes_of, evaluate, full
 from .models import SHORT, build, bytes_of, seeds, short_gpt, weights
 from .runs import run
 from .wire import SMALL, travelled
@@ -48,6 +48,7 @@ def step_in(rank: Any, seed: int, how: str, tokens: Tensor, targets: Tensor) -> 
     }
     optimizer.step()
     result["end"] = full(sharded)
+    result["later loss"] = evaluate(sharded, tokens, targets)[1].float()
     return result
 
 
@@ -67,7 +68,17 @@ def observe(trial: Trial) -> SimpleNamespace:
         gradients.append({name: p.grad.float() for name, p in model.named_parameters()})
     mean = {name: sum(each[name] for each in gradients) / len(gradients) for name in gradients[0]}
     model = build(short_gpt, numbers[0])
-    return SimpleNamespace(results=results, model=model, start=weights(model), mean=mean, losses=losses)
+
+    def loss_of(state: dict[str, Tensor], rank: int) -> float:
+        """Of a bfloat16 model with these weights, on this rank's batch."""
+        other = build(short_gpt, 0)
+        other.load_state_dict(state)
+        with torch.no_grad():
+            return other.to(torch.bfloat16)(*data[rank])[1].item()
+
+    return SimpleNamespace(
+        results=results, model=model, start=weights(model), mean=mean, losses=losses, loss_of=loss_of
+    )
 
 
 @check("FullySharded", first_of=RANKS)
@@ -125,6 +136,17 @@ def blocks_compute_in_param_dtype(trial: Trial) -> None:
                 help="The mean of the ranks' gradients goes into the shards' .grad, in the shards' dtype.",
                 rank=r,
                 cause="the shards did not move" if float(moved.norm()) == 0.0 else "",
+            )
+            later, expected = result["later loss"].item(), seen.loss_of(result["end"], r)
+            trial.require(
+                abs(later - expected) < 0.01 * expected,
+                f"{TOLD[how]}, after a step of SGD the loss is {later:.3f}, and of the weights in "
+                f"full_state_dict() it is {expected:.3f}",
+                help="The optimizer writes into the float32 shards: cast them each time that you send them.",
+                rank=r,
+                cause="it is the loss of before: blocks compute with the weights that they began with"
+                if abs(later - result["loss"].item()) < 1e-3 * later
+                else "",
             )
 
 

@@ -1,6 +1,7 @@
 """Checks of `FullySharded`: which bytes are alive when, and what travels. Blocks are the unit of measure."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,20 +246,26 @@ def only_shards_after_backward(trial: Trial) -> None:
             help="A shard's .grad has the shard's size.",
             rank=r,
         )
-    require_frozen_blocks_freed(trial)
+    for frozen in FROZEN:
+        require_frozen_blocks_freed(trial, frozen)
 
 
-def frozen_gpt() -> GPT:
-    """Of its five blocks the three in the middle are frozen."""
+def frozen_gpt(blocks: tuple[int, ...]) -> GPT:
+    """Some of its five blocks are frozen; the tables, too, if the first is among them."""
     model = short_gpt()
-    for block in model.transformer.h[1:-1]:
-        block.requires_grad_(False)
+    tables = [model.transformer.wte, model.transformer.wpe] if 0 in blocks else []
+    for part in (*tables, *(model.transformer.h[number] for number in blocks)):
+        part.requires_grad_(False)
     return model
 
 
-def measure_frozen(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+def measure_frozen(
+    rank: Any, seed: int, blocks: tuple[int, ...], prefetch: bool, batch: tuple[Tensor, Tensor]
+) -> dict:
+    model = build(partial(frozen_gpt, blocks), seed).to(rank.device)
     with rank.record(memory=True) as step:
-        sharded = rank.submission.FullySharded(build(frozen_gpt, seed).to(rank.device), rank.group)
+        sharded = rank.submission.FullySharded(model, rank.group, prefetch=prefetch)
+        del model
         settle()
         step.mark("before")
         _, loss = sharded(*batch)
@@ -267,28 +274,57 @@ def measure_frozen(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         settle()
         step.mark("after")
     gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
-    return {
-        "step": step,
-        "gradients": sum(g.numel() * g.element_size() for g in gradients),
-    }
+    return {"step": step, "gradients": sum(g.numel() * g.element_size() for g in gradients)}
 
 
-def require_frozen_blocks_freed(trial: Trial) -> None:
-    """A block that gets no gradient is freed after its backward, too."""
+@dataclass(frozen=True)
+class Frozen:
+    """A GPT of five blocks, some of them frozen, and what a block that stays whole then comes from."""
+
+    blocks: tuple[int, ...]
+    told: str
+    prefetch: bool
+    cause: str
+    help: str
+
+
+FROZEN = (
+    Frozen(
+        (1, 2, 3),
+        "three of five blocks are frozen",
+        False,
+        "a block without any gradient is gathered for its backward, and never freed",
+        "Where nothing in a block is trained, no gradient of a weight tells that its backward is over: free "
+        "it when backward comes to the block before.",
+    ),
+    Frozen(
+        (0, 1, 2),
+        "with prefetch, and the tables and the first three of five blocks frozen",
+        True,
+        "a block is sent for that backward never comes to, and nobody frees it",
+        "Backward ends in the block whose input needs no gradient: send for nothing below it, or free it "
+        "when backward is over.",
+    ),
+)
+
+
+def require_frozen_blocks_freed(trial: Trial, frozen: Frozen) -> None:
+    """After backward a block that gets no gradient is as little there as any."""
     batch = (trial.tokens(SHORT.vocab_size, 1, 2), trial.tokens(SHORT.vocab_size, 1, 2))
-    model = build(frozen_gpt, 0)
+    model = build(short_gpt, 0)
     block = bytes_of(model.transformer.h[0])
     seen = SimpleNamespace(block=block, num_blocks=SHORT.n_layer)
-    for r, result in enumerate(run(trial, measure_frozen, trial.seed(), batch)):
+    outside = bytes_of(model) - SHORT.n_layer * block
+    results = run(trial, measure_frozen, trial.seed(), frozen.blocks, frozen.prefetch, batch)
+    for r, result in enumerate(results):
         more = result["step"].alive("after") - result["step"].alive("before") - result["gradients"]
         trial.require(
-            more <= 1.5 * block + 2 * (bytes_of(model) - SHORT.n_layer * block) + SMALL,
-            f"three of five blocks are frozen: after backward, besides the shards' gradients "
-            f"{blocks(seen, more)} more are alive on it than before forward",
-            help="Where nothing in a block is trained, no gradient of a weight tells that its backward is "
-            "over: free it when backward comes to the block before.",
+            more <= 0.5 * block + outside + SMALL,
+            f"{frozen.told}: after backward, besides the shards' gradients {blocks(seen, more)} more are "
+            "alive on it than before forward",
+            help=frozen.help,
             rank=r,
-            cause="a block without any gradient is gathered for its backward, and never freed",
+            cause=frozen.cause,
         )
 
 

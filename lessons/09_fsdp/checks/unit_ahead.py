@@ -4,8 +4,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from grader.checks import Trial, check, exercise
+import torch
+from torch import Tensor
 
+from grader.checks import Trial, check, exercise, settle
+
+from .models import build
 from .runs import IN_BOTH_MODES, require_in_evaluation
 from .unit_hooks import (
     STEPS,
@@ -16,7 +20,7 @@ from .unit_hooks import (
     require_gradients,
     require_outputs,
 )
-from .units import GATHERS, GATHERS_ALONE, NUM_BLOCKS, num_bytes, sent_by, waited_by
+from .units import GATHERS, GATHERS_ALONE, NUM_BLOCKS, WIDTH, chain, num_bytes, sent_by, waited_by
 from .wire import SMALL
 
 exercise(
@@ -31,6 +35,9 @@ exercise(
         "of unit i - 1. start_gather() does not wait: that is what it is for.",
     ),
 )
+
+NUM_FROZEN = 4
+"""Of the blocks, where only the last are trained."""
 
 
 def observe_ahead(trial: Trial) -> SimpleNamespace:
@@ -166,3 +173,40 @@ def two_units_at_most(trial: Trial) -> None:
         )
     require_backward(trial, seen, ahead=1)
     require_freed(trial, seen, {"after": "after backward"}, 2, "Free what was gathered and not used.")
+    require_none_below(trial, seen.block)
+
+
+def step_above_frozen(rank: Any, seed: int, x: Tensor) -> dict:
+    """A forward and a backward through blocks of which only the last are trained."""
+    submission = rank.submission
+    with rank.record(memory=True) as recording:
+        blocks = build(chain, seed, torch.float64).to(rank.device)
+        blocks[:NUM_FROZEN].requires_grad_(False)
+        units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
+        for block, unit in zip(blocks, units, strict=True):
+            submission.gather_in_forward(block, unit)
+        submission.gather_in_backward(list(blocks), units)
+        submission.gather_ahead(list(blocks), units)
+        settle()
+        recording.mark("before")
+        blocks(x).square().sum().backward()
+        settle()
+        recording.mark("after")
+    return {"recording": recording}
+
+
+def require_none_below(trial: Trial, block: int) -> None:
+    """Nothing stays that was sent for below the last block that backward comes to."""
+    x = trial.normal(2, WIDTH, dtype=torch.float64)
+    gradients = (NUM_BLOCKS - NUM_FROZEN) * (block // trial.num_ranks + 64 * trial.num_ranks)
+    for r, result in enumerate(trial.run(step_above_frozen, trial.seed(), x)):
+        recording = result["recording"]
+        more = recording.alive("after") - recording.alive("before") - gradients
+        trial.require(
+            more <= 0.3 * block + SMALL,
+            f"the first {NUM_FROZEN} of {NUM_BLOCKS} blocks are frozen: after backward, besides gradients, "
+            f"{more:,} bytes more are alive on it than before forward, where a block has {block:,}",
+            help="Backward ends in the block whose input needs no gradient: send for nothing below it.",
+            rank=r,
+            cause="a unit is sent for that backward never comes to, and nobody frees it",
+        )

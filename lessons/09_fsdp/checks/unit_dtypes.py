@@ -7,11 +7,12 @@ from torch import Tensor
 
 from grader.checks import Trial, check
 
+from .unit import TIMES
 from .units import SHAPES, copies, make_parameters, num_bytes
 
 
 def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
-    """Dtypes of shards and weights, values, and what was gathered."""
+    """Dtypes of shards and weights, values, and what was gathered; values when the shards have changed."""
     given = make_parameters(tensors, rank.device)
     settings = {"param_dtype": torch.bfloat16} if low else {}
     unit = rank.submission.ShardedUnit(given, rank.group, **settings)
@@ -24,6 +25,12 @@ def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
         "values": [copy.double() for copy in copies(given)],
         "recording": recording,
     }
+    unit.free()
+    with torch.no_grad():
+        for shard in unit.shards:
+            shard.mul_(TIMES)
+    unit.gather()
+    result["later values"] = [copy.double() for copy in copies(given)]
     unit.free()
     return result
 
@@ -59,6 +66,14 @@ def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gat
                 [each["values"][i] for each in results],
                 tensor.to(dtype).double(),
                 help="Nothing is rounded to another dtype on its way.",
+            )
+            trial.close(
+                f"the gathered values of a parameter in {tensor.dtype}, after its shards were multiplied by "
+                f"{TIMES},",
+                [each["later values"][i] for each in results],
+                TIMES * tensor.to(dtype).double(),
+                alternatives={"it is what it was before the shards changed": tensor.to(dtype).double()},
+                help="The optimizer writes into the shards: cast them each time that you send them.",
             )
 
 
