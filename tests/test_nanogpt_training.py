@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import weakref
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -300,22 +301,26 @@ def test_an_mfu_above_100_percent_is_called_none_once(
     trainer(tmp_path).run()
     said = "".join(capfd.readouterr())
     assert said.count("is no MFU: nothing is faster than its peak") == 1
-    assert "was measured when this run began" in said
+    assert "was measured before the first step" in said
 
 
-def test_a_peak_is_the_fastest_of_many_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = iter([0.3] * 6 + [0.1] + [0.3] * 100)
-    clock = [0.0]
-
-    def tick() -> float:
-        tick.calls += 1
-        clock[0] += next(pauses) if tick.calls % 2 == 0 else 0.0
-        return clock[0]
-
-    tick.calls = 0
-    monkeypatch.setattr("nanogpt.metrics.time.perf_counter", tick)
-    peak = peak_flops_per_second(torch.device("cpu"), torch.float32)
-    assert peak == pytest.approx(2 * 1024**3 / 0.1)
+@pytest.mark.parametrize(
+    ("seconds", "fastest", "products"),
+    [([0.03] * 6 + [0.01] + [0.03] * 100, 0.01, 15), ([0.6] * 100, 0.6, 2)],
+    ids=["the fastest of many", "no more than seconds"],
+)
+def test_a_peak_is_measured(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], fastest: float, products: int
+) -> None:
+    """Products that take these seconds, by a clock that is read before all, and before and after each."""
+    times = [0.0]
+    for end in accumulate(seconds):
+        times += [times[-1], end]
+    clock = iter(times)
+    monkeypatch.setattr("nanogpt.metrics.time.perf_counter", lambda: next(clock))
+    peak = peak_flops_per_second.__wrapped__(torch.device("cpu"), torch.float32)
+    assert peak == pytest.approx(2 * 1024**3 / fastest)
+    assert next(clock) == pytest.approx(sum(seconds[:products]))
 
 
 def test_flops_per_token_are_palms() -> None:
