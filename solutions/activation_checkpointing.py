@@ -82,8 +82,8 @@ def checkpoint(
     function reaches by itself, such as a module's weights, even where no input needs a gradient. The
     second call sees the random numbers of the first, and leaves the random state as it finds it: torch's
     own, and that of `generators`. It runs under the autocast of the first: on or off, and with its dtype.
-    After backward nothing of the second call is left, even while somebody holds the loss. Made by hand:
-    `torch.utils.checkpoint` is not used.
+    After a backward that goes through all of it and frees the graph, nothing of the second call is left,
+    even while somebody holds the loss. Made by hand: `torch.utils.checkpoint` is not used.
 
     Args:
         function: returns one tensor, and computes the same from the same inputs.

@@ -66,12 +66,16 @@ def ring_all_gather(shard, group):
 
 
 def ring_all_reduce(tensor, group):
-    mine = ring_reduce_scatter(tensor, group)
-    length = -(-tensor.numel() // group.size())
-    padded = tensor.new_zeros(length)
-    padded[: mine.numel()] = mine
-    whole = ring_all_gather(padded, group)
-    tensor.copy_(whole.narrow(0, 0, tensor.numel()).reshape(tensor.shape))
+    """Chunks are rounded down, and the last one has all that is left over."""
+    n, rank = group.size(), group.rank()
+    length, left = divmod(tensor.numel(), n)
+    chunks = list(tensor.flatten().contiguous().split([length] * (n - 1) + [length + left]))
+    for step in range(2 * (n - 1)):
+        out, place = chunks[(rank + step) % n], (rank + step + 1) % n
+        incoming = torch.empty_like(chunks[place])
+        swap(out, incoming, group)
+        chunks[place] = chunks[place] + incoming if step < n - 1 else incoming
+    tensor.copy_(torch.cat(chunks).view(tensor.shape))
     return tensor
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check, exercise
-from nanogpt.model import GPT, Dropout, FusedAttention, GPTConfig, PlainAttention
+from grader.checks import Fault, Trial, check, exercise, is_close
+from nanogpt.model import GPT, Dropout, GPTConfig
 
+from .cores import BY_HAND, FACTORS_OF_THE_FORWARD, ByHand, KeepsItsInputs, make
 from .models import (
     AT_THE_CHANGE,
     NEXT_NUMBERS,
@@ -22,7 +23,6 @@ from .models import (
     close_with_generators,
     forgetful,
     give_generators,
-    gpt,
     gradients,
     never_replayed,
     next_numbers,
@@ -43,107 +43,25 @@ exercise(
 )
 
 
-class KeepsItsInputs(nn.Module):
-    """What a core that is computed again keeps: queries, keys, values, and a result of its own."""
-
-    class Kept(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            ctx.save_for_backward(q, k, v)
-            return v.contiguous().clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return gradient, gradient, gradient
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.Kept.apply(q, k, v)
-
-
-class Counted(PlainAttention):
-    """Knows how often it was called."""
-
-    calls = 0
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(q, k, v)
-
-
-class CountedFused(FusedAttention):
-    """The same of a fused core."""
-
-    calls = 0
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(q, k, v)
-
-
-CountedFused.__name__ = FusedAttention.__name__  # for who asks a core what it is
-
-
-class ByHand(nn.Module):
-    """A core whose backward is written by hand and has a slip, to tell what that looks like."""
-
-    class Core(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any, slip: tuple[str, str], dropout: nn.Module, q: Tensor, k: Tensor, v: Tensor
-        ) -> Tensor:
-            future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
-            scores = (q @ k.transpose(-2, -1)) / q.size(-1) ** 0.5
-            probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
-            factors = dropout(torch.ones_like(probabilities))
-            ctx.slip = slip
-            ctx.save_for_backward(q, k, v, probabilities, factors)
-            return (probabilities * factors) @ v
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor]:
-            q, k, v, probabilities, factors = ctx.saved_tensors
-            ways = {FACTORS: factors, MASK: factors > 0, NOTHING: 1.0}
-            passed, summed = (gradient @ v.transpose(-2, -1) * ways[way] for way in ctx.slip)
-            row_sums = (probabilities * summed).sum(-1, keepdim=True)
-            of_scores = probabilities * (passed - row_sums) / q.size(-1) ** 0.5
-            of_v = (probabilities * factors).transpose(-2, -1) @ gradient
-            return None, None, of_scores @ k, of_scores.transpose(-2, -1) @ q, of_v
-
-    def __init__(self, slip: tuple[str, str], dropout: nn.Module) -> None:
-        super().__init__()
-        self.slip, self.dropout = slip, dropout
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.Core.apply(self.slip, self.dropout, q, k, v)
-
-
-FACTORS, MASK, NOTHING = "factors", "mask", "nothing"
-UNSCALED = (
-    "in the core's backward, the gradient of the probabilities is masked by dropout, but not divided by 1 - p"
+NO_DROPOUT = "nothing is dropped in the cores"
+LAST_ATTENTION = (
+    "every block runs the last block's attention: a function made in a loop looks its variables up when it "
+    "is called"
 )
-UNDROPPED = "in the core's backward, the gradient of the probabilities has not passed dropout"
-SUMS_RIGHT = ", while the sums that softmax subtracts are right"
-BY_HAND = {
-    UNSCALED: (MASK, MASK),
-    UNSCALED + SUMS_RIGHT: (MASK, FACTORS),
-    UNDROPPED: (NOTHING, NOTHING),
-    UNDROPPED + SUMS_RIGHT: (NOTHING, FACTORS),
-    "in the core's backward, what softmax subtracts in each row is a sum without dropout": (FACTORS, NOTHING),
-}
-"""What it looks like → what dropout's backward multiplies by: for the gradient, and in softmax's sums."""
-
-FACTORS_OF_THE_FORWARD = (
-    "Dropout's backward multiplies by the very factors of the forward: 0 where it dropped, and 1/(1 - p) "
-    "elsewhere. Softmax's backward subtracts, in each row, the sum of probability times that product."
+TOO_LATE = (
+    f"{NO_DROPOUT}: the model was in evaluation mode when it was given, and the train() that came after {{}}."
+    " Given in training mode, it is right"
 )
-
-
-def make(kind: str, config: GPTConfig) -> GPT:
-    """A GPT with cores of a kind: "fused" or "plain"."""
-    model = gpt(config, plain_attention=False)
-    for block in model.transformer.h:
-        block.attn.core = (Counted if kind == "plain" else CountedFused)(config.dropout)
-    return model
+NOT_REACHED = TOO_LATE.format("does not reach them")
+REMEMBERED_MODE = TOO_LATE.format("changes nothing of what they do")
+A_SUBMODULE = (
+    "train() and eval() reach submodules. In a list, or inside a function, a core is none: write "
+    "self.core = core in the module that takes its place, or replace core.forward alone."
+)
+LOOK_EACH_TIME = (
+    "Look at core.training each time the core is called: train() and eval() may come after this function."
+)
+OWN_CORE = "Give each function its own core when it is made: functools.partial(function, core.forward)."
 
 
 def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, targets: Tensor) -> dict:
@@ -155,6 +73,12 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
         given = model.train(kind == "fused" or how != "mine")  # it may be in eval mode when it is changed
         changed = rank.submission.recompute_attention(given)
         model.train()
+    elif how == NO_DROPOUT:
+        for core in cores:
+            core.eval()
+    elif how == LAST_ATTENTION:
+        for block in model.transformer.h:
+            block.attn = model.transformer.h[-1].attn
     elif how == "another mask":
         for block in model.transformer.h:
             block.attn.core.forward = partial(forgetful, False, block.attn.core.forward)
@@ -176,6 +100,7 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
         loss.backward()
     result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
     result |= {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
+    result["all in training mode"] = all(part.training for core in cores for part in core.modules())
     calls = [getattr(core, "calls", 0) for core in cores]
     result |= {"called again": all(n == 2 for n in calls), "called once": [n == 1 for n in calls]}
     return result | {"evaluation": evaluation(changed.eval(), before, idx, targets)}
@@ -216,7 +141,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     }
     return SimpleNamespace(
         runs={kind: (run("mine", *how), run("plain", *how)) for kind, how in kinds.items()},
-        other=lambda how, kind: run(how, *kinds[kind])["gradients"],
+        other=lambda how, kind: run(how, *kinds[kind]),
         in_training=lambda kind: run("mine, given in training mode", *kinds[kind]),
         ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0] != "fused"},
         config=config,
@@ -255,13 +180,17 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
                 f"the {name} of {kind}",
                 mine[name],
                 plain[name],
-                help="The core computes what it did: causal, scaled by the root of d, with dropout. Each "
-                "layer has its own core: a function made in a loop looks its variables up when it is called.",
+                alternatives=partial(other_forwards, seen, kind, name),
+                help="The core computes what it did: causal, scaled by the root of d, with dropout.",
             )
         expected = plain["gradients"]
-        slips = {"the second run drew another dropout mask": partial(seen.other, "another mask", kind)}
+
+        def slip(how: str, kind: str) -> dict[str, Tensor]:
+            return seen.other(how, kind)["gradients"]
+
+        slips = {"the second run drew another dropout mask": partial(slip, "another mask", kind)}
         if kind in seen.ideal:
-            slips |= {told: partial(seen.other, told, kind) for told in BY_HAND}
+            slips |= {told: partial(slip, told, kind) for told in BY_HAND}
         close_by_name(
             trial,
             {name: f"the gradient of {name}, {kind}," for name in nearest_to_a_core_first(expected)},
@@ -275,6 +204,19 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
         trial.close(f"a random number drawn after {kind}", mine["drawn"], plain["drawn"], help=help)
 
 
+def other_forwards(seen: SimpleNamespace, kind: str, name: str) -> dict[str, Fault]:
+    """The loss or the logits of known faults in the forward."""
+    mine, plain = seen.runs[kind]
+    told, step = NO_DROPOUT, "The core drops probabilities, as core.dropout does."
+    if is_close(seen.in_training(kind)[name], plain[name]):
+        reached = mine["all in training mode"]
+        told, step = (REMEMBERED_MODE, LOOK_EACH_TIME) if reached else (NOT_REACHED, A_SUBMODULE)
+    return {
+        told: Fault(seen.other(NO_DROPOUT, kind)[name], step),
+        LAST_ATTENTION: Fault(seen.other(LAST_ATTENTION, kind)[name], OWN_CORE),
+    }
+
+
 def nearest_to_a_core_first(names: Iterable[str]) -> list[str]:
     """The last layer's c_attn, which a single core lies behind, and then the others as they are."""
     last = [name for name in names if name.endswith("attn.c_attn.weight")][-1:]
@@ -286,9 +228,7 @@ def evaluation_is_as_without(trial: Trial) -> None:
     """In evaluation mode, logits and gradients are those of the model as it was: nothing is dropped."""
     for kind, (mine, plain) in ready(trial).runs.items():
         given, expected = mine["evaluation"], plain["evaluation"]
-        help = (
-            "Look at core.training each time the core is called: model.eval() may come after this function."
-        )
+        help = LOOK_EACH_TIME
         trial.require(
             given["same twice"],
             f"{kind}: two passes in evaluation mode have other logits",
@@ -433,7 +373,7 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
         f"the core of the last block ran {last} times, and those of the blocks before it never did",
         cause="every block runs the last block's core: a function made in a loop looks its variables up when "
         "it is called",
-        help="Give each function its own core when it is made: functools.partial(function, core.forward).",
+        help=OWN_CORE,
     )
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]

@@ -90,6 +90,8 @@ def _listed(ranks: set[int]) -> str:
 def require_ring_bytes(trial: Trial, seen: SimpleNamespace, rounds: int, gathered: bool = False) -> None:
     """In each round of n - 1 steps a rank sends all chunks but one: (n-1)/n of the bytes.
 
+    How an all-reduce cuts is its own affair: one chunk may have all that is left over.
+
     Args:
         rounds: 2 for an all-reduce, else 1.
         gathered: whether each rank starts with a chunk instead of the whole.
@@ -99,22 +101,29 @@ def require_ring_bytes(trial: Trial, seen: SimpleNamespace, rounds: int, gathere
         size = case.values[0].element_size()
         chunk = case.num_bytes if gathered else case.chunk_size * size
         whole = n * case.num_bytes if gathered else case.num_bytes
-        most, least = rounds * (n - 1) * chunk, rounds * max(whole - chunk, 0)
+        longest = chunk if rounds == 1 else sum(divmod(case.num_elements, n)) * size
+        most, least = rounds * (n - 1) * chunk, rounds * max(whole - longest, 0)
         times = "2·" if rounds == 2 else ""
+        by_rank = [sum(event.num_bytes for event in sends(each, i)) for each in seen.recordings]
         for r, recording in enumerate(seen.recordings):
-            messages = sends(recording, i)
-            sent = sum(event.num_bytes for event in messages)
-            cause, step = _why(sent, most, whole, messages, size, case)
+            messages, sent = sends(recording, i), by_rank[r]
+            cause, step = _why(r, by_rank, most, whole, messages, size, case)
             trial.require(
                 least <= sent <= most + SMALL * n,
                 f"given {case} it sends {sent:,} bytes in {len(messages)} messages, where a ring sends "
-                f"{times}(n-1)/n of S = {whole:,} bytes, which is {most:,}",
+                f"{times}(n-1)/n of S = {whole:,} bytes, which is {most:,}"
+                f"{'' if gathered else rounded_up(case, n)}",
                 cause=cause,
                 help=step or "Each step sends one chunk, an n-th of the whole, to one neighbour.",
                 rank=r,
             )
             if not gathered and case.num_elements % n == 0:
                 require_no_filling(trial, case, chunk // size, messages, r)
+
+
+def rounded_up(case: Any, parts: int) -> str:
+    """What is to be said beside the bytes of so many parts of a tensor, where they do not divide it."""
+    return " with chunks rounded up" if case.num_elements % parts else ""
 
 
 TOO_MUCH_FILLING = "it fills up with n - numel % n elements, which are n too many where n divides numel"
@@ -134,18 +143,23 @@ def require_no_filling(trial: Trial, case: Any, chunk: int, messages: list[Event
     )
 
 
-def _why(sent: int, most: int, whole: int, messages: list[Event], size: int, case: object) -> tuple[str, str]:
-    """The cause, and the next step where it is another than for all."""
+def _why(
+    r: int, by_rank: list[int], most: int, whole: int, messages: list[Event], size: int, case: object
+) -> tuple[str, str]:
+    """The cause, and the next step where it is another than for all. `by_rank` is how much each sends."""
     large = [event for event in messages if event.num_bytes > SMALL]
-    if not sent:
+    if not by_rank[r]:
         return "it sends nothing: others do its work?", ""
     wider = [event for event in large if event.dtype and _width(event) > size]
     if wider:
         own = "Send and receive in the tensor's own dtype."
         return f"what travels is {wider[0].dtype}, and the tensor is {case}", own
-    if large and all(event.num_bytes >= whole for event in large):
+    if large and by_rank[r] > most and all(event.num_bytes >= whole for event in large):
         return f"it passes whole tensors round, {len(large)} of them, not chunks", ""
-    return "some rank must send more than its part for that" if sent < most else "", ""
+    busiest = max(range(len(by_rank)), key=by_rank.__getitem__)
+    if by_rank[r] < most < by_rank[busiest]:
+        return f"the ranks share the work unevenly: rank {busiest} sends {by_rank[busiest]:,} bytes", ""
+    return "", ""
 
 
 def _width(event: Event) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from grader.checks import COLLECTIVES, Event, Fault, Recording, Trial, check, exercise
 
 from .cases import Case, draw, dtypes, lay_out, layouts, require_between, require_in_place, sizes
-from .traffic import NO_FILLING, SMALL, TOO_MUCH_FILLING, events, require_waits
+from .traffic import NO_FILLING, SMALL, TOO_MUCH_FILLING, events, require_waits, rounded_up
 
 exercise(
     "two_level_all_reduce",
@@ -96,7 +96,7 @@ def observe_even(trial: Trial) -> list[SimpleNamespace]:
 
 def observe_odd(trial: Trial) -> list[SimpleNamespace]:
     odd = draw(trial, 12 * trial.integer(200, 400) + 5)
-    return ask(trial, [*sizes(trial), odd, draw(trial, 12 * 300 + 7)])
+    return ask(trial, [*sizes(trial), odd, draw(trial, 12 * 300 + 7), draw(trial, 12 * 300 + 2)])
 
 
 def observe_layouts(trial: Trial) -> list[SimpleNamespace]:
@@ -105,6 +105,12 @@ def observe_layouts(trial: Trial) -> list[SimpleNamespace]:
 
 def observe_slow(trial: Trial) -> list[SimpleNamespace]:
     return ask(trial, [draw(trial, 20_000 * trial.num_ranks)], delays=True)
+
+
+ANY_SIZE = (
+    "Every element takes the same three steps: ring_reduce_scatter fills up a size that does not divide, "
+    "and the gathered tensor is cut to the size that was given."
+)
 
 
 def slips(case: Case, machines: Machines) -> dict[str, list[Tensor] | Fault]:
@@ -131,13 +137,10 @@ def slips(case: Case, machines: Machines) -> dict[str, list[Tensor] | Fault]:
 
     even = case.num_elements // size * size
     rest = "the left-over elements, where the size is not divisible by a machine's ranks, were "
-    step = (
-        "Every element takes the same three steps: ring_reduce_scatter fills up a size that does not divide, "
-        "and the gathered tensor is cut to the size that was given."
-    )
     rounded = {
         rest + what: Fault(
-            [torch.cat([total.flatten()[:even], row.flatten()[even:]]).view_as(total) for row in rows], step
+            [torch.cat([total.flatten()[:even], row.flatten()[even:]]).view_as(total) for row in rows],
+            ANY_SIZE,
         )
         for what, rows in {
             "not summed": case.values,
@@ -265,31 +268,31 @@ def require_bytes(
 ) -> None:
     """What one rank sends in each group in one case; where the groups are one, in both together."""
     m, n = len(each.machines), len(each.machines[0])
-    inner, outer = groups_of(each.machines, r)
+    inner, _ = groups_of(each.machines, r)
     size = case.values[0].element_size()
     slice_bytes = -(-case.num_elements // (n * m)) * size
     within = [event for event in events(recording, i) if event.group == inner]
-    beyond = [event for event in events(recording, i) if event.group == outer != inner]
+    beyond = across_machines(each, i, r)
     allowed = 2 * (m - 1) * slice_bytes
     sent = sum(sent_bytes(event) for event in beyond)
     home = sum(sent_bytes(event) for event in within)
     calls = [event.describe() for event in beyond if event.kind in COLLECTIVES]
-    in_messages = not calls and sent >= 2 * (m - 1) * case.num_bytes / m
-    cause = ""
+    cause = step = ""
     if n > 1 and sent > allowed and 2 * m * home <= 2.2 * (n - 1) * case.num_bytes / n * 2:
         cause = "inner and outer are swapped: the small part travels inside"
-    elif n > 1 and (in_messages or any(event.num_bytes > 1.5 * m * slice_bytes for event in beyond)):
-        cause = "the whole tensor goes across, not the shard of a reduce-scatter"
+    elif sent > allowed + SMALL * n * m and carries_the_whole(each, i, r):
+        cause, step = whole_for_which_sizes(trial, each)
     elif len(calls) > 1:
         cause = f"the shard goes across more than once: {', '.join(calls[:3])}"
-    elif m > 2 and all(event.kind == "all_gather" for event in beyond):
+    elif m > 2 and calls and all(event.kind == "all_gather" for event in beyond):
         cause = f"{calls[0]}: every rank is sent all m shards whole, (m-1)·S/n, and adds them up by itself"
     trial.require(
         sent <= allowed + SMALL * n * m,
         f"given {case} ({told(each.machines)}) it sends {sent:,.0f} bytes across machines, where "
-        f"2(m-1)/m · S/n of S = {case.num_bytes:,} is {allowed:,}",
+        f"2(m-1)/m · S/n of S = {case.num_bytes:,} is {allowed:,}{rounded_up(case, n * m)}",
         cause=cause,
-        help="Reduce-scatter inside first: then each rank of a machine carries only its n-th across, by an "
+        help=step
+        or "Reduce-scatter inside first: then each rank of a machine carries only its n-th across, by an "
         "all-reduce.",
         rank=r,
     )
@@ -297,7 +300,7 @@ def require_bytes(
     trial.require(
         home <= allowed + SMALL * n * m,
         f"given {case} ({told(each.machines)}) it sends {home:,.0f} bytes inside its machine, where "
-        f"2(n-1)/n of S = {case.num_bytes:,} is {allowed:,}",
+        f"2(n-1)/n of S = {case.num_bytes:,} is {allowed:,}{rounded_up(case, n * m)}",
         cause="a whole all-reduce inside, and something more" if home >= 1.4 * allowed else "",
         help="Inside there is one reduce-scatter and one all-gather.",
         rank=r,
@@ -311,6 +314,43 @@ def require_bytes(
         help=NO_FILLING,
         rank=r,
     )
+
+
+def across_machines(each: SimpleNamespace, i: int, r: int) -> list[Event]:
+    """What one rank does in outer, unless that is inner."""
+    inner, outer = groups_of(each.machines, r)
+    return [event for event in events(each.recordings[r], i) if event.group == outer != inner]
+
+
+def carries_the_whole(each: SimpleNamespace, i: int, r: int) -> bool:
+    """Whether one rank sends the whole tensor across machines, in a call or in messages, and not an n-th."""
+    m, n, case = len(each.machines), len(each.machines[0]), each.cases[i]
+    beyond = across_machines(each, i, r)
+    shard_bytes = -(-case.num_elements // (n * m)) * m * case.values[0].element_size()
+    in_messages = all(event.kind not in COLLECTIVES for event in beyond)
+    sent = sum(sent_bytes(event) for event in beyond)
+    return n > 1 and (
+        (in_messages and sent >= 2 * (m - 1) * case.num_bytes / m)
+        or any(event.num_bytes > 1.5 * shard_bytes for event in beyond)
+    )
+
+
+def whole_for_which_sizes(trial: Trial, each: SimpleNamespace) -> tuple[str, str]:
+    """Which tensors go across whole on these machines: all, or those of some sizes, with the next step."""
+    m, n = len(each.machines), len(each.machines[0])
+    alike = [one for observe in (observe_even, observe_odd) for one in trial.once(observe)]
+    whole = [
+        (case.num_elements, any(carries_the_whole(one, i, r) for r in range(n * m)))
+        for one in alike
+        if one.machines == each.machines
+        for i, case in enumerate(one.cases)
+        if case.num_bytes > SMALL * n * m
+    ]
+    for divisor, ranks in ((n, "a machine's"), (n * m, "all machines'")):
+        if all(is_whole == (size % divisor > 0) for size, is_whole in whole):
+            told = f"where the number of {ranks} ranks, {divisor}, does not divide its size, and only there"
+            return f"the whole tensor goes across {told}: elsewhere it is a shard", ANY_SIZE
+    return "the whole tensor goes across, not the shard of a reduce-scatter", ""
 
 
 def sent_bytes(event: Event) -> float:
