@@ -120,11 +120,12 @@ def test_deadlock_is_told_in_seconds(name: str, tmp_path: Path, launcher: Launch
 
 
 def test_a_group_that_its_members_alone_make_is_told(tmp_path: Path, launcher: Launcher) -> None:
-    lines = "dist.new_group([0, 1] if group.rank() == 0 else [1])"
+    lines = "dist.barrier(group)\ndist.new_group([0, 1] if group.rank() == 0 else [1])"
     report = look(tmp_path, twisted(lines), launcher, timeout=4)  # torch polls meanwhile, which is no rest
     assert report.verdict == Verdict.HUNG
     assert "waited in dist.new_group" in report.message
     assert "made by all ranks of the world together" in report.cause
+    assert "waiting in barrier" not in everything(report)  # which it called last, and which is over
 
 
 def test_a_check_that_makes_a_group_while_others_hang_is_no_cause(launcher: Launcher) -> None:

@@ -12,13 +12,18 @@ NOT_IN_THE_GROUP = (
     "torch was given a rank in the group that the group has not: they count from 0, whatever ranks of the "
     "world these are"
 )
+OF_NEW_GROUP = (
+    "it is right where the group is the whole world. dist.new_group waits for the ranks that it is given, "
+    "and takes them for ranks of the world: some of these do not call it. Ranks in the group count from 0, "
+    "whatever ranks of the world they are"
+)
 ANY_OF_THEM = (
     "it is right where the group is the whole world: is the world taken for the group, a rank of the world "
     "for a rank in the group, or the other way round? Look for dist.get_rank() where group.rank() belongs, "
     "for dist.get_world_size() where group.size() does, for src, dst or peer (P2POp's third argument is "
-    "one) where group_src, group_dst or group_peer does, for a call without group=group (or, where you are "
-    "given a mesh, without mesh=mesh), for torch.distributed.nn, some of whose functions know the world "
-    "alone"
+    "one) where group_src, group_dst or group_peer does, for dist.new_group, whose ranks are "
+    "of the world, for a call without group=group (or, where you are given a mesh, without mesh=mesh), for "
+    "torch.distributed.nn, some of whose functions know the world alone"
 )
 """Likely cause of what fails only in a layout whose group is part of the world."""
 
@@ -27,4 +32,6 @@ def narrowed(cause: str, help: str) -> tuple[str, str]:
     """Cause and next step of what is right where the group is the whole world: those found, if of that."""
     if cause in (NOT_PASSED_ON, NOT_OF_THE_GROUP, NOT_IN_THE_GROUP):
         return cause, help
+    if "new_group" in cause:
+        return OF_NEW_GROUP, "Give it dist.get_global_rank(group, r) for each rank r in the group."
     return ANY_OF_THEM, ""

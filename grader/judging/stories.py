@@ -290,7 +290,8 @@ def _standing(rank: RankReport, locate: Locate) -> str:
         return "had finished"
     if rank.status == "failed":
         return f"had raised {(rank.error or {}).get('type')}"
-    last = rank.events[-1] if rank.events and _in_torch(rank.stack) else None
+    communicates = _in_torch(rank.stack) and not _NEW_GROUP.search(rank.stack)
+    last = rank.events[-1] if rank.events and communicates else None
     event = messages.waited_for(rank) or last
     for place in _places_in(rank.stack, locate)[:1]:
         return f"stood in {place}" + (f", waiting in {event.describe()}" if event else "")

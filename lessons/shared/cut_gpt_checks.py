@@ -22,6 +22,7 @@ from .cut_gpt import (
     train,
 )
 from .cut_gpt_runs import sampling_probe, training_probe
+from .passes import CLEARED, after_zero_grad
 
 
 def ranges_of(seen: SimpleNamespace) -> list[tuple[int, int]] | None:
@@ -154,21 +155,27 @@ def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, p
     if ranges is None:
         return
     actual = [shared_table(gradients) for gradients in each_rank(seen, which)]
+    expected = own_words(seen, ranges, passes * shared_table(seen.gradients), 0)
     trial.close(
-        f"the gradient of the token table{after(passes)} ({seen.name})",
+        f"the gradient of the token table{after(passes, which)} ({seen.name})",
         [None if a is None else a[:size] for a, (_, size) in zip(actual, ranges, strict=True)],
-        own_words(seen, ranges, passes * shared_table(seen.gradients), 0),
-        alternatives=lambda: {
-            cause: own_words(seen, ranges, passes * shared_table(doubled), 0)
-            for cause, doubled in getattr(seen, "summed_twice", dict)().items()
-        },
+        expected,
+        alternatives=lambda: (
+            {
+                cause: own_words(seen, ranges, passes * shared_table(doubled), 0)
+                for cause, doubled in getattr(seen, "summed_twice", dict)().items()
+            }
+            | after_zero_grad(expected, trial.num_ranks, which)
+        ),
         help="The table is used twice, as embedding and as head, each time for all tokens; its gradient is "
         "the sum of both.",
     )
 
 
-def after(passes: float) -> str:
-    """Words for how often backward ran."""
+def after(passes: float, which: str = "") -> str:
+    """Words for how often backward ran, and whether gradients were cleared before."""
+    if which in CLEARED:
+        return f" {CLEARED[which]}"
     return "" if passes == 1 else " after two passes, the second of half the size,"
 
 

@@ -11,7 +11,7 @@ from nanogpt.model import GPT, GPTConfig
 
 from .cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, tied, train
 from .evaluation import LONGER, noted
-from .passes import HALF
+from .passes import HALF, after_clearing
 
 
 def dense_on(rank, config: dict, weights: dict) -> GPT:
@@ -35,7 +35,7 @@ def built(
 def passes(
     rank, function: str, config: dict, weights: dict, idx: Tensor, targets: Tensor, twice: bool
 ) -> dict:
-    """On a rank: one recorded step, what it left, perhaps a second backward, and the logits alone."""
+    """On a rank: one recorded step, what it left, perhaps further backwards, and the logits alone."""
     given = dense_on(rank, config, weights)
     model = getattr(rank.submission, function)(given, rank.group)
     with rank.record() as recording:
@@ -46,6 +46,7 @@ def passes(
     if twice:
         (HALF * model(idx, targets)[1]).backward()
         held["twice"] = gradients_of(model)
+        held |= after_clearing(model, lambda: model(idx, targets)[1].backward())
     in_training = local(model(idx)[0].detach())
     model.eval()
     in_evaluation = local(model(idx)[0].detach())

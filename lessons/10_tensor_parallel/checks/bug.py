@@ -1,6 +1,7 @@
 """Find the bug: multi-query attention."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -20,9 +21,16 @@ from grader.checks import (
     told,
     weights_of,
 )
-from lessons_shared.cut_gpt import describe, own_part
+from lessons_shared.cut_gpt import describe, gradients_of, own_part
 from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
-from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
+from lessons_shared.passes import (
+    BOTH,
+    CLEARED,
+    HALF,
+    after_clearing,
+    after_zero_grad,
+    sums_of_two_passes,
+)
 from lessons_shared.wire import wire_bytes
 
 from .branches import dense_branch
@@ -65,6 +73,55 @@ class DenseMultiQueryAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+@torch.no_grad()
+def other_outputs(dense: DenseMultiQueryAttention, x: Tensor, n: int) -> dict[str, Tensor | Fault]:
+    """The output (b, s, h), if each rank's heads get a wrong mask, or are mixed up with tokens."""
+    dense, x = copy.deepcopy(dense).double(), x.double()
+    b, s, _ = x.shape
+    q = dense.query(x).view(b, s, n, -1, dense.head_size).permute(2, 0, 3, 1, 4)  # (n, b, a/n, s, d)
+    k, v = (part.unsqueeze(1).expand_as(q) for part in dense.key_value(x).chunk(2, -1))
+    heads, tokens = torch.arange(q.size(2)).unsqueeze(1), torch.arange(s)
+    size = len(heads)
+
+    def attended(last: Tensor, q: Tensor = q) -> Tensor:
+        """Each rank's heads (n, b, a/n, s, d), where query t of head i sees the keys up to last[i, t]."""
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=tokens <= last.unsqueeze(-1))
+
+    def put_back(y: Tensor) -> Tensor:
+        """Each rank's heads side by side, for every token."""
+        return dense.project(y.permute(1, 3, 0, 2, 4).flatten(2))
+
+    first_head = (
+        "Queries that lie head by head, (a/n, s), have the mask's s rows a/n times over: mask.repeat."
+    )
+    first_token = "Queries that lie token by token, (s, a/n), have each row of the mask a/n times in a row."
+    order = "Split (b, s, a/n·d) into (b, s, a/n, d), and transpose heads and tokens; put them back likewise."
+    causal = tokens.expand(size, s)
+    split = attended(causal, q.transpose(2, 3).reshape(q.shape))
+
+    def taken_for_tokens(y: Tensor) -> Tensor:
+        """Heads (n, b, a/n, s, d) that are taken for (n, b, s, a/n, d)."""
+        return y.reshape(n, b, s, size, -1).transpose(2, 3)
+
+    unmasked = put_back(attended(torch.full_like(causal, s)))
+    return {
+        "nothing is masked": Fault(unmasked, "Query t sees the keys 0 to t: is_causal=True, or a mask."),
+        "each row of the mask is repeated for all heads, and the queries lie head by head": Fault(
+            put_back(attended((heads * s + tokens) // size)), first_head
+        ),
+        "the mask is repeated as a whole for each head, and the queries lie token by token": Fault(
+            put_back(attended((tokens * size + heads) % s)), first_token
+        ),
+        "heads and tokens changed places when the heads were put back": Fault(
+            put_back(taken_for_tokens(attended(causal))), order
+        ),
+        "heads and tokens changed places when the queries were split": Fault(put_back(split), order),
+        "heads and tokens changed places when the queries were split, and when the heads were put back": (
+            Fault(put_back(taken_for_tokens(split)), order)
+        ),
+    }
+
+
 def not_copied(
     dense: DenseMultiQueryAttention, x: Tensor, upstream: Tensor, n: int
 ) -> dict[str, list[Tensor]]:
@@ -102,11 +159,12 @@ def multi_query_probe(rank, width: int, num_heads: int, weights: dict, x: Tensor
     held = describe(layer)
     gradient = None if x.grad is None else x.grad.clone()
     backward(layer(x), HALF * upstream)
-    twice = describe(layer)["gradients"]
+    twice = gradients_of(layer)
+    cleared = after_clearing(layer, lambda: backward(layer(x), upstream))
     evaluation = in_evaluation(layer, x, upstream)
     longer = twice_as_long(layer, x)
     return {
-        "output": y, "gradient": gradient, "recording": recording, **held, "twice": twice,
+        "output": y, "gradient": gradient, "recording": recording, **held, "twice": twice, **cleared,
         "evaluation": evaluation, "longer": longer,
     }  # fmt: skip
 
@@ -129,12 +187,13 @@ def observe_multi_query(trial: Trial) -> SimpleNamespace:
     gradients = {name: [cut(name, g, rank) for rank in range(n)] for name, g in expected.gradients.items()}
     alone = not_copied(dense, x, upstream, n)
     longer = twice_as_long(copy.deepcopy(dense).double(), x.double())
+    others = partial(other_outputs, copy.deepcopy(dense), x, n)
     dense.query.register_forward_pre_hook(lambda _, given: given[0].detach())
     shared = dense_branch(dense, x, upstream).x
     return SimpleNamespace(
         results=results, output=expected.output, x_gradient=expected.x, gradients=gradients, x=x, width=width,
         x_gradient_through_shared=shared, alone=alone, key_value=weights["key_value.weight"].double(),
-        longer=longer,
+        longer=longer, other_outputs=others,
     )  # fmt: skip
 
 
@@ -163,7 +222,13 @@ def of_what_is_not_copied(seen: SimpleNamespace, name: str, passes: float = 1.0)
 def forward_stays_right(trial: Trial) -> None:
     """The output is that of the dense attention (it was before, too)."""
     seen = trial.once(observe_multi_query)
-    trial.close("the output", each_rank(seen, "output"), seen.output)
+    trial.close(
+        "the output",
+        each_rank(seen, "output"),
+        seen.output,
+        alternatives=seen.other_outputs,
+        help="Every head has its own queries, and all read the one key head: query t sees the keys 0 to t.",
+    )
     later_is_right(trial, "the output", each_rank(seen, "longer"), seen.longer)
 
 
@@ -200,7 +265,7 @@ def summed_at_x(seen: SimpleNamespace, actual: list[Tensor | None], expected: Te
 
 @check("MultiQueryAttention")
 def gradients_of_all_weights_are_complete(trial: Trial) -> None:
-    """Every weight has the dense gradient, key_value's the same on every rank, and two passes add up."""
+    """Every weight has the dense gradient, key_value's on every rank; passes add up until zero_grad."""
     seen = trial.once(observe_multi_query)
     n = trial.num_ranks
     for name, expected in seen.gradients.items():
@@ -222,6 +287,13 @@ def gradients_of_all_weights_are_complete(trial: Trial) -> None:
             if at_x
             else "key_value is replicated: its gradient needs one sum over the ranks, no more and no less.",
         )
+        for which, told_when in CLEARED.items():
+            trial.close(
+                f"the gradient of {name} {told_when}",
+                [g.get(name) for g in each_rank(seen, which)],
+                expected,
+                alternatives=after_zero_grad(expected, n, which),
+            )
 
 
 @check("MultiQueryAttention")

@@ -21,10 +21,17 @@ from grader.checks import (
     told,
     weights_of,
 )
-from lessons_shared.cut_gpt import describe, fused_of, own_part, shape_of
+from lessons_shared.cut_gpt import describe, fused_of, gradients_of, own_part, shape_of
 from lessons_shared.cut_gpt_checks import given_one_is_changed
 from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
-from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
+from lessons_shared.passes import (
+    BOTH,
+    CLEARED,
+    HALF,
+    after_clearing,
+    after_zero_grad,
+    sums_of_two_passes,
+)
 from lessons_shared.refusals import refusal_of
 from lessons_shared.wire import computes_a_share, wire_bytes
 from nanogpt.grouped import GroupedQueryAttention
@@ -73,12 +80,14 @@ def one_grouped(
     held = describe(attention)
     gradient = None if x.grad is None else x.grad.clone()
     backward(attention(x), HALF * upstream)
+    twice = gradients_of(attention)
     return {
         "output": y,
         "gradient": gradient,
         "recording": recording,
         "given_back": attention is given,
-        "twice": describe(attention)["gradients"],
+        "twice": twice,
+        **after_clearing(attention, lambda: backward(attention(x), upstream)),
         **held,
         "evaluation": in_evaluation(attention, x, upstream),
         "longer": twice_as_long(attention, x),
@@ -244,7 +253,7 @@ def pulled_by(seen: SimpleNamespace, rank: int, n: int) -> SimpleNamespace:
 
 @check("tensor_parallel_grouped_attention")
 def copies_get_the_whole_gradient(trial: Trial) -> None:
-    """Every shard has its part of the dense gradient, copies all of theirs, and two passes add up."""
+    """Every shard has its part of the dense gradient, copies all of theirs; passes add up until zero_grad."""
     n = trial.num_ranks
     for seen in trial.once(observe):
         orders = [
@@ -286,6 +295,13 @@ def copies_get_the_whole_gradient(trial: Trial) -> None:
             [BOTH * g[num_queries:] for g in expected],
             alternatives=sums_of_two_passes([g[num_queries:] for g in expected], seen.copies),
         )
+        for which, told_when in CLEARED.items():
+            trial.close(
+                f"the gradient of the keys' and values' rows of c_attn {told_when} ({seen.told})",
+                [fused_of(g)[at][num_queries:] for g, at in zip(each_rank(seen, which), back, strict=True)],
+                [g[num_queries:] for g in expected],
+                alternatives=after_zero_grad([g[num_queries:] for g in expected], seen.copies, which),
+            )
         columns = parts(seen.dense.gradients["c_proj.weight"], 1, n)
         trial.close("the gradient of c_proj.weight", each_rank(seen, "gradients", "c_proj.weight"), columns)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from grader.checks import (
     BACKWARD,
+    CheckEnded,
     Trial,
     backward,
     check,
@@ -21,14 +22,24 @@ from grader.checks import (
 from lessons_shared.cut_gpt import cut_dim, describe, gradients_of, small_config
 from lessons_shared.cut_gpt_checks import given_one_is_changed, matrices_are_cut
 from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
-from lessons_shared.passes import BOTH, HALF
+from lessons_shared.passes import BOTH, CLEARED, HALF, after_clearing
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most
 from nanogpt.model import Block, GPTConfig
 
 from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, masks_differ, watch
-from .shared import FEWER, SIZES, Norms, alive_before_backward, kept_bytes, mark_backward, run_on_tokens
+from .shared import (
+    FEWER,
+    SIZES,
+    Norms,
+    alive_before_backward,
+    kept_bytes,
+    mark_backward,
+    run_on_tokens,
+    tell_partial_use,
+    used_parameters,
+)
 from .slips import (
     BIAS_ADDED_OFTEN,
     BLOCKS,
@@ -90,18 +101,27 @@ def one_block(rank, config: dict, weights: dict, x: Tensor, upstream: Tensor) ->
         backward(y, upstream)
     held = describe(block)
     backward(block(leaf * 1.0), HALF * upstream)
+    twice = gradients_of(block)
     return {
         "output": y,
         "given_back": block is dense,
         "gradient": None if given.grad is None else given.grad.clone(),
         "changed": not torch.equal(before, upstream) or not torch.equal(given, x),
-        "twice": gradients_of(block),
+        "twice": twice,
+        **after_clearing(block, lambda: backward(block(leaf * 1.0), upstream)),
         "normed": norms.sizes,
         "recording": recording,
         **held,
         "evaluation": in_evaluation(block, x, upstream),
         "longer": twice_as_long(block, x),
     }
+
+
+def block_use_probe(
+    rank, frozen: list[str], config: dict, weights: dict, x: Tensor, upstream: Tensor
+) -> list[str]:
+    block = rank.submission.sequence_parallel_block(dense_block(rank, config, weights), rank.group)
+    return used_parameters(block, lambda: block(x), frozen)
 
 
 def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
@@ -182,7 +202,11 @@ def observe_block(trial: Trial) -> SimpleNamespace:
         )
         for r in range(n)
     ]
-    results = run_on_tokens(trial, block_probe, runs)
+    try:
+        results = run_on_tokens(trial, block_probe, runs)
+    except CheckEnded as end:
+        tell_partial_use(trial, end, block_use_probe, [cases[0] for cases, _ in runs])
+        raise
     for name, cases in (("plain", plain), ("dropping", dropping)):
         for number, case in enumerate(cases):
             case.results = [result[name][number] for result in results]
@@ -249,9 +273,11 @@ def slices_have_the_dense_gradient(trial: Trial) -> None:
 
 @check("sequence_parallel_block")
 def two_passes_add_up(trial: Trial) -> None:
-    """A second pass, of half the size, adds half to every gradient: each backward is summed once."""
+    """A second pass, of half the size, adds half to every gradient; one after zero_grad has its own alone."""
     for seen in trial.once(observe_block).plain:
         block_gradients_are_right(trial, seen, "twice", BOTH)
+        for which in CLEARED:
+            block_gradients_are_right(trial, seen, which, 1)
 
 
 @check("sequence_parallel_block")

@@ -9,7 +9,7 @@ from torch import Tensor
 from grader.checks import Fault, Trial, each_rank, is_close, parts
 from lessons_shared.cut_gpt import cut_dim, fused_of, head_orders, heads_of, is_special
 from lessons_shared.cut_gpt_checks import after
-from lessons_shared.passes import BOTH, sums_of_two_passes
+from lessons_shared.passes import BOTH, after_zero_grad, sums_of_two_passes
 
 ASKED = {
     None: "Every rank has the whole parameter and uses it for its own tokens: its gradient is the sum over "
@@ -50,7 +50,7 @@ def block_gradients_are_right(
             continue
         expected = by_rank(whole, name, n, passes)
         trial.close(
-            f"the gradient of {name}{after(passes)} ({seen.name})",
+            f"the gradient of {name}{after(passes, which)} ({seen.name})",
             [g.get(name) for g in each_rank(seen, which)],
             expected,
             alternatives=partial(slips_of, seen, which, name, expected, passes),
@@ -77,6 +77,7 @@ def slips_of(
         )
     if dim is None and passes == BOTH:
         found |= sums_of_two_passes([whole] * n, n)
+    found |= after_zero_grad(expected, n, which)
     own = getattr(seen, "own_tokens", dict)().get(name)
     if own is not None:
         found |= {

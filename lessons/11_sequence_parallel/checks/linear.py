@@ -13,7 +13,7 @@ from lessons_shared.needed import IN_ORDER, none_is_missing
 from lessons_shared.results import overwritten, results_stay
 from lessons_shared.wire import sends_at_most
 
-from .shared import SIZES, alive_before_backward, mark_backward
+from .shared import SIZES, alive_before_backward, is_kept_as_view, mark_backward
 
 exercise(
     "gathered_linear",
@@ -57,6 +57,7 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
     with rank.record(memory=True) as recording:
         y = rank.submission.gathered_linear(*leaves, rank.group)
         mark_backward(recording)
+        kept_as_view = is_kept_as_view(x, rank.num_ranks)
         backward(y, upstream)
     gradients = [None if leaf is None or leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     backward(rank.submission.gathered_linear(*leaves, rank.group), upstream)
@@ -87,6 +88,7 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
             if was is not None and not torch.equal(now, was)
         ],
         "recording": recording,
+        "kept as view": kept_as_view,
     }
 
 
@@ -254,13 +256,21 @@ def keeps_its_own_tokens_only(trial: Trial) -> None:
     for seen in trial.once(observe_linear):
         for rank, recording in enumerate(each_rank(seen, "recording")):
             alive, output = alive_before_backward(recording), seen.outputs[rank].numel() * 4
+            cause, help = "", "Save the x that came in, (b, s/n, in), and gather it again in backward."
+            if seen.results[rank]["kept as view"] and alive - output == seen.whole_bytes:
+                cause = (
+                    "what is kept are this rank's tokens, (b, s/n, in), as a view of the gathered x: a view "
+                    "keeps all of the memory that it lies in"
+                )
+                help = "Save the x that came in, or a clone() of this rank's part of the gathered one."
             trial.require(
                 alive - output < seen.whole_bytes // 2,
                 f"{alive:,} bytes were made and are still there after the forward: the output has "
                 f"{output:,}, and "
                 f"the gathered x {seen.whole_bytes:,} ({seen.name})",
-                help="Save the x that came in, (b, s/n, in), and gather it again in backward.",
+                help=help,
                 rank=rank,
+                cause=cause,
             )
 
 

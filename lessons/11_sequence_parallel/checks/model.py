@@ -21,7 +21,7 @@ from lessons_shared.cut_gpt_checks import (
 from lessons_shared.cut_gpt_runs import built
 from lessons_shared.cut_gpt_slips import BIASES, losses_of_slips
 from lessons_shared.evaluation import later_is_right
-from lessons_shared.passes import BOTH
+from lessons_shared.passes import BOTH, CLEARED
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, wire_bytes
 from nanogpt.model import GPT, GPTConfig
@@ -116,10 +116,11 @@ def sliced_gradients_are_the_dense_models(trial: Trial) -> None:
 
 @check("sequence_parallelize", world_sizes=FEWER)
 def gradients_of_two_passes_add_up(trial: Trial) -> None:
-    """A second pass, of half its loss, adds half to every gradient: complete each time, and summed once."""
+    """A second pass, of half its loss, adds half to every gradient; one after zero_grad has its own alone."""
     for seen in trial.once(observe_model).plain[:1]:
-        block_gradients_are_right(trial, seen, "twice", BOTH)
-        table_gradients_are_right(trial, seen, "twice", BOTH)
+        for which, passes in (("twice", BOTH), *((name, 1) for name in CLEARED)):
+            block_gradients_are_right(trial, seen, which, passes)
+            table_gradients_are_right(trial, seen, which, passes)
 
 
 @check("sequence_parallelize")

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, parts
+from grader.checks import CheckEnded, Trial, parts
 from lessons_shared.cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, small_config
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 
 from .masks import watch
-from .shared import FEWER, Dropped, mark_backward, run_on_tokens
+from .shared import FEWER, Dropped, mark_backward, run_on_tokens, tell_partial_use, used_parameters
 from .slips import SUMMED_TWICE, gradients_summed_twice, own_token_gradients, with_biases_added_often
 
 NAME = "sequence_parallelize"
@@ -29,6 +29,13 @@ def model_probe(rank, plain: list, dropping: list) -> dict:
         "plain": [passes(rank, NAME, *case, twice) for case, twice in plain],
         "dropping": [one_dropping(rank, *case) for case in dropping],
     }
+
+
+def model_use_probe(
+    rank, frozen: list[str], config: dict, weights: dict, idx: Tensor, targets: Tensor
+) -> list[str]:
+    model = built(rank, NAME, config, weights)
+    return used_parameters(model, lambda: model(idx, targets)[1], frozen)
 
 
 def case_with_slips(trial: Trial, name: str, config: dict) -> SimpleNamespace:
@@ -136,7 +143,11 @@ def observe_model(trial: Trial) -> SimpleNamespace:
         )
         for r in range(n)
     ]
-    results = run_on_tokens(trial, model_probe, runs)
+    try:
+        results = run_on_tokens(trial, model_probe, runs)
+    except CheckEnded as end:
+        tell_partial_use(trial, end, model_use_probe, [given[0][0] for given, _ in runs])
+        raise
     for name, cases in (("plain", plain), ("dropping", dropping)):
         for number, case in enumerate(cases):
             case.results = [result[name][number] for result in results]

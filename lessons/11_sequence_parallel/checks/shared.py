@@ -1,13 +1,16 @@
 """What the checks of this lesson share: runs on a rank's tokens, and what is alive after a forward."""
 
+import contextlib
+import gc
 import time
 from collections.abc import Callable
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import BACKWARD, CheckEnded, Trial, Verdict, tensors_in
+from grader.checks import BACKWARD, CheckEnded, Trial, Verdict, of_ranks, storage_bytes, tensors_in
 
 SIZES = (2, 1, 4, 3)
 FEWER = (2, 1, 3)
@@ -67,6 +70,55 @@ def run_on_tokens(trial: Trial, probe: Callable, runs: list[tuple]) -> list[dict
         raise
 
 
+def used_parameters(module: nn.Module, call: Callable[[], Tensor], frozen: list[str]) -> list[str]:
+    """On a rank: the parameters to which backward leads from what a call returns.
+
+    If some are frozen, it goes backward without them.
+    """
+    named = dict(module.named_parameters())
+    for name in frozen:
+        named[name].requires_grad_(False)
+    y = call()
+    nodes, seen = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    if frozen:
+        y.sum().backward()
+    reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    return [name for name, parameter in named.items() if id(parameter) in reached]
+
+
+def tell_partial_use(trial: Trial, end: CheckEnded, probe: Callable, runs: list[tuple]) -> None:
+    """Where ranks parted, say which parameters only some of them use, if without those all is well.
+
+    `probe(rank, frozen, *run)` returns `used_parameters`.
+    """
+    if "called" not in end.message:
+        return
+    with contextlib.suppress(CheckEnded):
+        used = trial.run(probe, [], per_rank=runs)
+        users = {name: tuple(r for r in range(trial.num_ranks) if name in used[r]) for name in chain(*used)}
+        partly = {name: ranks for name, ranks in users.items() if len(ranks) < trial.num_ranks}
+        if partly:
+            trial.run(probe, list(partly), per_rank=runs)
+            told = [
+                f"{' and '.join(name for name in partly if partly[name] == ranks)} on {of_ranks(ranks)} alone"
+                for ranks in dict.fromkeys(partly.values())
+            ]
+            end.cause = (
+                f"not every rank's forward uses the same parameters: {', '.join(told)}. Backward calls a "
+                "parameter's hook, and the collective in that, where it was used and nowhere else; with "
+                "these frozen all ranks come through"
+            )
+            end.help = (
+                "Use every parameter on every rank: a bias is added after the reduce-scatter, to each rank's "
+                "own tokens."
+            )
+
+
 def mark_backward(recording) -> None:
     """On a rank: marks the moment before backward, and several before it: see `alive_before_backward`."""
     for number in range(WAITS):
@@ -78,6 +130,19 @@ def mark_backward(recording) -> None:
 def alive_before_backward(recording) -> int:
     """Bytes alive between forward and backward: gloo lets go of a collective's tensors a little late."""
     return min(recording.alive(mark) for mark in (*(f"waited {n}" for n in range(WAITS)), BACKWARD))
+
+
+def is_kept_as_view(x: Tensor, num_ranks: int) -> bool:
+    """On a rank: whether, in memory as large as all ranks' x, a part is kept that is x, and no other."""
+    views = [
+        y
+        for y in gc.get_objects()
+        if type(y) is Tensor
+        and y.numel() == x.numel()
+        and storage_bytes([y]) == num_ranks * storage_bytes([x])
+    ]
+    alike = len({y.storage_offset() for y in views}) == 1 and torch.equal(views[0].flatten(), x.flatten())
+    return num_ranks > 1 and alike
 
 
 def kept_bytes(config: dict, batch_size: int, sequence_length: int, num_ranks: int, masks: bool) -> int:

@@ -1,6 +1,7 @@
 """Checks of `context_parallelize`: a GPT of which every rank computes a part of the sequence."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,19 @@ from torch import Tensor, nn
 from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, is_close
 from lessons_shared.earlier import by_earlier_counts
 from lessons_shared.evaluation import HELP, LONGER, later_is_right, noted, without_gradients
+from lessons_shared.passes import of_what_was_cleared
 from nanogpt.model import GPT
 
-from .model_losses import built, config_of, dense, drawn, other_losses, small_config, uneven
+from .model_losses import (
+    built,
+    config_of,
+    dense,
+    drawn,
+    of_own_means,
+    other_losses,
+    small_config,
+    uneven,
+)
 from .shared import (
     BACKWARD,
     FEW,
@@ -213,12 +224,16 @@ def own_losses(seen: SimpleNamespace, targets: Tensor) -> dict[str, Fault]:
 PASSES = {
     "first": "",
     "both": " after two passes",
-    "third": ", where all counted targets are on one rank,",
+    "third": " after zero_grad(), where all counted targets are on one rank,",
 }
 
 
 def require_gradients(
-    trial: Trial, key: str, expected: dict[str, Tensor], others: dict[str, dict], help: str
+    trial: Trial,
+    key: str,
+    expected: dict[str, Tensor],
+    others: Callable[[str], dict[str, Tensor | Fault]],
+    help: str,
 ) -> None:
     seen = trial.once(observe)
     n = trial.num_ranks
@@ -238,7 +253,7 @@ def require_gradients(
             what,
             found,
             right,
-            {cause: other[name] for cause, other in others.items()} | summed_back(seen.results, n * right),
+            lambda name=name, right=right: others(name) | summed_back(seen.results, n * right),
             help,
         )
 
@@ -254,18 +269,21 @@ def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
         for name, g in right.items()
         if name != TIED
     )
+    means = cache(partial(of_own_means, seen, seen.targets[0]))
+
+    def others(name: str) -> dict[str, Tensor | Fault]:
+        if tied_alone:
+            told = (
+                "of the tied weight alone it was summed twice: it has two names, and got the hook under both"
+            )
+            return {told: trial.num_ranks * right[name]}
+        return {cause: gradients[name] for cause, gradients in means().items()}
+
     require_gradients(
         trial,
         "first",
         right,
-        {
-            "of the tied weight alone it was summed twice: it has two names, and got the hook under both": {
-                **right,
-                TIED: trial.num_ranks * right[TIED],
-            }
-        }
-        if tied_alone
-        else {},
+        others,
         "The loss is a mean over all ranks' tokens, so the gradient is the sum of what each rank's tokens "
         "make: through its own part of the loss, and then summed over the group.",
     )
@@ -274,11 +292,13 @@ def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
 @check("context_parallelize")
 def gradients_where_one_rank_counts(trial: Trial) -> None:
     """Where all counted targets are on one rank, every rank has the dense model's gradient all the same."""
+    seen, n = trial.once(observe), trial.num_ranks
+    first, second, third = (gradients for _, gradients in seen.expected)
     require_gradients(
         trial,
         "third",
-        trial.once(observe).expected[2][1],
-        {},
+        third,
+        lambda name: of_what_was_cleared([third[name]] * n, [first[name] + 0.5 * second[name]] * n, n),
         "A rank without counted targets adds zeros, and takes part in every sum.",
     )
 
@@ -292,17 +312,15 @@ def a_second_backward_adds_its_gradient(trial: Trial) -> None:
         trial,
         "both",
         {name: first[name] + 0.5 * second[name] for name in first},
-        {
-            "what the first pass left was summed over the ranks once more": {
-                name: n * first[name] + 0.5 * second[name] for name in first
-            },
+        lambda name: {
+            "what the first pass left was summed over the ranks once more": (
+                n * first[name] + 0.5 * second[name]
+            ),
             "the first pass's is right, and the second's is summed twice: is a hook registered in forward, "
-            "once more at each call?": {name: first[name] + 0.5 * n * second[name] for name in first},
-            "only the second pass is there": {name: 0.5 * second[name] for name in first},
-            "only the first pass is there": first,
-            "the second pass counts in full, not by half: the factor is lost": {
-                name: first[name] + second[name] for name in first
-            },
+            "once more at each call?": first[name] + 0.5 * n * second[name],
+            "only the second pass is there": 0.5 * second[name],
+            "only the first pass is there": first[name],
+            "the second pass counts in full, not by half: the factor is lost": first[name] + second[name],
         },
         "What a backward adds is summed over the ranks, once, and then added to .grad: a parameter's "
         "register_hook is given that, and not what is in .grad from before.",

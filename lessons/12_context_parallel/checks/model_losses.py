@@ -159,6 +159,28 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
     }
 
 
+def of_own_means(seen: SimpleNamespace, targets: Tensor) -> dict[str, dict[str, Fault]]:
+    """Cause → by parameter's name, the sum of the gradients of ranks' own means; all count some targets."""
+    step = (
+        "Divide this rank's sum by the count of all. An all-reduce writes into what it is given, and torch "
+        "does not see that autograd has kept that for backward: give it a clone()."
+    )
+    found = {}
+    for way, positions in CUTS.items():
+        by_rank = []
+        for r in range(seen.num_ranks):
+            own = torch.full_like(targets, -1)
+            mine = positions(targets.size(1), r, seen.num_ranks)
+            own[:, mine] = targets[:, mine]
+            by_rank.append(dense(seen.sizes, seen.weights, seen.idx, own)[1])
+        cause = (
+            f"the loss is divided by the count of all ranks, and its gradient by each rank's own ({way} "
+            "parts): was the count all-reduced in place, when autograd had kept it?"
+        )
+        found[cause] = {name: Fault(sum(g[name] for g in by_rank), step) for name in by_rank[0]}
+    return found
+
+
 def uneven(trial: Trial, sizes: dict, b: int) -> Tensor:
     """Targets of which the ranks count different numbers, with plain and with zigzag parts."""
     length, n = sizes["length"], trial.num_ranks

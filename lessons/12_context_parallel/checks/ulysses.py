@@ -178,6 +178,7 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, Any]:
         causes[f"{told}; heads are, on the way back"] = by_parts(
             seen, interleaved[:, heads.view(n, per_rank).T.flatten()]
         )
+        causes |= joined_before_they_are_cut(seen)
         causes["it is the output of the next rank's tokens"] = [
             out[:, :, seen.where[(r + 1) % n]] for r in range(n)
         ]
@@ -185,6 +186,29 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, Any]:
             out[:, :, w] * (heads // per_rank == r).view(-1, 1, 1) for r, w in enumerate(seen.where)
         ]
     return causes
+
+
+def joined_before_they_are_cut(seen: SimpleNamespace) -> dict[str, Fault]:
+    """Cause → what comes if several of q, k and v are joined along the heads, and that is cut in n."""
+    n, inputs = len(seen.where), [x.detach() for x in seen.inputs]
+    found = {}
+    for which in ("qkv", "kv", "qk"):
+        joined = torch.cat([inputs["qkv".index(name)] for name in which], 1)
+        dealt = joined.unflatten(1, (n, len(which), -1)).unbind(2)  # (b, n, a/n, s, d), rank by rank
+        taken = dict(zip("qkv", inputs, strict=True)) | {
+            name: heads.flatten(1, 2) for name, heads in zip(which, dealt, strict=True)
+        }
+        names = " and ".join([", ".join(which[:-1]), which[-1]])
+        cause = (
+            f"{names} were joined along the heads, and that was cut in n: a rank takes heads of one for "
+            "heads of another"
+        )
+        found[cause] = Fault(
+            by_parts(seen, attention(*taken.values(), causal(seen.length))[0]),
+            f"Cut each of {names} in n, and join a rank's parts, (b, {len(which)}·a/n, s/n, d): rank j gets "
+            "the j-th a/n heads of each.",
+        )
+    return found
 
 
 @check("ulysses_attention")
