@@ -121,16 +121,23 @@ class ShardedGradients(nn.Module):
         pass
 
 
-def collect(shard, shape, dtype, group):
-    """Start to gather a weight; what is returned waits for it."""
-    rows = -(-shape[0] // group.size())
-    mine = torch.cat([shard.detach(), shard.new_zeros(rows - shard.size(0), *shape[1:])]).to(dtype)
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
+def collect(shards, shapes, dtype, group):
+    """Start to gather weights, as one message; what is returned waits for it."""
+    n, own = group.size(), []
+    for shard, shape in zip(shards, shapes, strict=True):
+        missing = shard.new_zeros(-(-shape[0] // n) - shard.size(0), *shape[1:])
+        own.append(torch.cat([shard.detach(), missing]).to(dtype).flatten())
+    mine = torch.cat(own)
+    parts = [torch.empty_like(mine) for _ in range(n)]
     work = dist.all_gather(parts, mine, group=group, async_op=True)
 
     def finish():
         work.wait()
-        return torch.cat(parts)[: shape[0]]
+        columns = zip(*(part.split([rows.numel() for rows in own]) for part in parts), strict=True)
+        return [
+            torch.cat([rows.view(-1, *shape[1:]) for rows in column])[: shape[0]]
+            for column, shape in zip(columns, shapes, strict=True)
+        ]
 
     return finish
 
@@ -163,23 +170,25 @@ class Whole:
     @torch.no_grad()
     def start(self):
         if not self.there and not self.flying:
-            self.flying = [
-                collect(shard, shape, leaf.dtype, self.group) for shard, leaf, shape, _ in self.entries
-            ]
+            for dtype in {leaf.dtype: None for _, leaf, _, _ in self.entries}:
+                entries = [entry for entry in self.entries if entry[1].dtype == dtype]
+                shards, _, shapes, _ = zip(*entries, strict=True)
+                self.flying.append((entries, collect(shards, shapes, dtype, self.group)))
 
     @torch.no_grad()
     def gather(self):
         if self.there:
             return
         self.start()
-        for (_, leaf, _, places), finish in zip(self.entries, self.flying, strict=True):
-            leaf.data = finish()
-            for module, name in places:
-                module.__dict__[name] = leaf
+        for entries, finish in self.flying:
+            for (_, leaf, _, places), whole in zip(entries, finish(), strict=True):
+                leaf.data = whole
+                for module, name in places:
+                    module.__dict__[name] = leaf
         self.there, self.flying = True, []
 
     def free(self):
-        for finish in self.flying:
+        for _, finish in self.flying:
             finish()
         for _, leaf, _, places in self.entries:
             leaf.data = leaf.data.new_empty(0)
@@ -188,20 +197,28 @@ class Whole:
         self.there, self.flying = False, []
 
     def arrived(self, leaf):
-        n = self.group.size()
-        shard, _, shape, _ = next(entry for entry in self.entries if entry[1] is leaf)
-        rows = -(-shape[0] // n)
-        gradient = torch.cat([leaf.grad, leaf.new_zeros(n * rows - shape[0], *shape[1:])])
-        gradient = gradient.to(self.reduce_dtype or gradient.dtype)
-        mean = torch.empty_like(gradient[:rows])
-        dist.reduce_scatter(mean, list(gradient.split(rows)), op=dist.ReduceOp.SUM, group=self.group)
-        mean = (mean[: shard.size(0)] / n).to(shard.dtype)
-        leaf.grad = None
-        shard.grad = mean if shard.grad is None else shard.grad + mean
         self.count += 1
         if self.count == self.trained:
             self.count = 0
+            trained = [entry for entry in self.entries if entry[1].requires_grad]
+            for dtype in {leaf.dtype: None for _, leaf, _, _ in trained}:
+                self.reduce([entry for entry in trained if entry[1].dtype == dtype])
             self.free()
+
+    def reduce(self, entries):
+        n, columns = self.group.size(), []
+        for _, leaf, shape, _ in entries:
+            rows = -(-shape[0] // n)
+            gradient = torch.cat([leaf.grad, leaf.new_zeros(n * rows - shape[0], *shape[1:])])
+            columns.append(gradient.to(self.reduce_dtype or gradient.dtype).split(rows))
+            leaf.grad = None
+        parts = [torch.cat([rows.flatten() for rows in row]) for row in zip(*columns, strict=True)]
+        total = torch.empty_like(parts[0])
+        dist.reduce_scatter(total, parts, op=dist.ReduceOp.SUM, group=self.group)
+        sums = total.split([column[0].numel() for column in columns])
+        for (shard, _, shape, _), each in zip(entries, sums, strict=True):
+            mean = (each.view(-1, *shape[1:])[: shard.size(0)] / n).to(shard.dtype)
+            shard.grad = mean if shard.grad is None else shard.grad + mean
 
     def pack(self, tensor):
         for i, (_, leaf, _, _) in enumerate(self.entries):
@@ -273,7 +290,7 @@ class FullySharded(nn.Module):
         state = {}
         for unit in (*self.wholes, self.outside):
             for shard, _, shape, places in unit.entries:
-                whole = collect(shard, shape, shard.dtype, self.group)()
+                (whole,) = collect([shard], [shape], shard.dtype, self.group)()
                 state |= {self.names[place]: whole for place in places}
         return state
 
