@@ -52,9 +52,11 @@ def test_the_solved_notebook_prints_what_it_stores(lesson: Lesson) -> None:
 def test_the_learners_notebook_runs_before_anything_is_solved(lesson: Lesson) -> None:
     """A demonstration that needs an exercise says so, or misses a name that another would have assigned.
 
-    No other cell fails, and every check is "not attempted".
+    No other cell fails, and every check is "not attempted". A demonstration that uses no exercise has run in
+    the solved notebook, from which it has its output: it is left out, unless it assigns a name.
     """
     notebook = notebooks.learner_notebook(lesson, derived.read_repository(ROOT))
+    notebook.cells = [cell for cell in notebook.cells if not is_shown_alone(cell)]
     nbclient.execute(
         notebook,
         cwd=str(lesson.folder),
@@ -81,6 +83,12 @@ def report_of(cell: nbformat.NotebookNode) -> str:
         output.data.get("text/plain", "") for output in cell.outputs if output.output_type == "display_data"
     ]
     return next(text for text in shown if text)
+
+
+def is_shown_alone(cell: nbformat.NotebookNode) -> bool:
+    """Whether a cell shows what no exercise changes, and no other cell needs it."""
+    shown = "demo" in cell.metadata.get("tags", []) and bool(cell.get("outputs"))
+    return shown and not assigned_names(cell.source)
 
 
 def assigned_names(source: str) -> set[str]:

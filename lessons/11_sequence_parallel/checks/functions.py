@@ -8,9 +8,9 @@ from torch import Tensor
 from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, parts
 from lessons_shared.pairs import Pairs
 from lessons_shared.refusals import refusal_of, refused, undividable
-from lessons_shared.wire import nothing_travels, sends_at_most
+from lessons_shared.wire import nothing_travels
 
-from .shared import SIZES
+from .shared import SIZES, sends_as_much
 
 exercise(
     "gather_sequence",
@@ -141,9 +141,9 @@ def gather_sends_one_of_each(trial: Trial) -> None:
     """Forward one all-gather, backward one reduce-scatter: (n-1)/n of the whole each way."""
     seen = PAIRS.plain(trial, "gather_sequence")
     whole = seen.outputs[0].numel() * 4
-    sends_at_most(trial, seen, "", whole, "one all-gather would", "One all-gather of this rank's tokens.")
+    sends_as_much(trial, seen, "", whole, "one all-gather would", "One all-gather of this rank's tokens.")
     help = "An all-reduce sends twice as much, and leaves n-1 parts that nobody needs: reduce-scatter."
-    sends_at_most(trial, seen, BACKWARD, whole, "one reduce-scatter would", help)
+    sends_as_much(trial, seen, BACKWARD, whole, "one reduce-scatter would", help)
 
 
 @check("gather_sequence")
@@ -215,8 +215,8 @@ def reduce_scatter_sends_one_of_each(trial: Trial) -> None:
     seen = PAIRS.plain(trial, "reduce_scatter_sequence")
     whole = seen.xs[0].numel() * 4
     help = "An all-reduce sends twice as much, and leaves n-1 parts that nobody needs: reduce-scatter."
-    sends_at_most(trial, seen, "", whole, "one reduce-scatter would", help)
-    sends_at_most(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
+    sends_as_much(trial, seen, "", whole, "one reduce-scatter would", help)
+    sends_as_much(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
 
 
 @check("reduce_scatter_sequence")
@@ -304,7 +304,7 @@ def scatter_sends_only_backward(trial: Trial) -> None:
     seen = PAIRS.plain(trial, "scatter_sequence")
     nothing_travels(trial, seen, "", "Every rank has the whole x: it only has to cut it.")
     whole = seen.xs[0].numel() * 4
-    sends_at_most(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
+    sends_as_much(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
 
 
 @check("scatter_sequence")

@@ -11,9 +11,8 @@ from lessons_shared.alone import NO_BIAS, tell_cases
 from lessons_shared.evaluation import evaluates_alike, without_gradients
 from lessons_shared.needed import IN_ORDER, none_is_missing
 from lessons_shared.results import overwritten, results_stay
-from lessons_shared.wire import sends_at_most
 
-from .shared import SIZES, alive_before_backward, is_kept_as_view, mark_backward
+from .shared import SIZES, alive_before_backward, is_kept_as_view, mark_backward, sends_as_much
 
 exercise(
     "gathered_linear",
@@ -279,9 +278,9 @@ def gathers_twice_and_reduces_once(trial: Trial) -> None:
     """Forward one all-gather; backward one all-gather and one reduce-scatter."""
     for seen in trial.once(observe_linear):
         help = "x travels forward and once more backward, its gradient once; no weights, no outputs."
-        sends_at_most(trial, seen, "", seen.whole_bytes, "one all-gather of x would", help)
+        sends_as_much(trial, seen, "", seen.whole_bytes, "one all-gather of x would", help)
         means = "one all-gather and one reduce-scatter of x would"
-        sends_at_most(trial, seen, BACKWARD, 2 * seen.whole_bytes, means, help)
+        sends_as_much(trial, seen, BACKWARD, 2 * seen.whole_bytes, means, help)
 
 
 @check("gathered_linear")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, each_rank, exercise, told
-from lessons_shared.cut_gpt import cut_dim, dense_model, drawn_weights, small_config
+from grader.checks import CheckEnded, Trial, Verdict, check, each_rank, exercise, told
+from lessons_shared.cut_gpt import cut_dim, dense_model, drawn_weights, local, small_config
 from lessons_shared.cut_gpt_checks import (
     attentions,
     given_one_is_changed,
@@ -194,7 +194,47 @@ def sampling_still_works(trial: Trial) -> None:
     """`generate` gives the dense model's tokens; uneven lengths are refused, or have its logits and loss."""
     n = trial.num_ranks
     odd = 30 + trial.choice([1, 5, 7, 11])
-    sampling_is_right(trial, NAME, small_config(trial, vocab_size=odd, n_layer=1, block_size=3 * n), 3 * n)
+    config = small_config(trial, vocab_size=odd, n_layer=1, block_size=3 * n)
+    sampling_is_right(trial, NAME, config, 3 * n)
+    pads_have_positions(trial, config | {"block_size": 3 * n + 1})
+
+
+def longest_probe(rank, config: dict, weights: dict, idx: Tensor) -> dict:
+    """The logits of a sequence as long as a model takes; None if it refuses lengths that do not divide."""
+    model = built(rank, NAME, config, weights).eval()
+    refused = {"logits": None}
+    with torch.no_grad():
+        try:
+            model(idx[:, :-2])
+        except Exception:
+            return refused
+        try:
+            return {"logits": local(model(idx)[0])}
+        except ValueError:
+            return refused
+
+
+def pads_have_positions(trial: Trial, config: dict) -> None:
+    """Who fills up what the ranks do not divide also fills up a sequence of `block_size` tokens."""
+    weights = drawn_weights(trial, config)
+    idx = trial.tokens(config["vocab_size"], 2, config["block_size"])
+    try:
+        results = trial.run(longest_probe, config, weights, idx)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "index out of range" in end.message:
+            end.cause = (
+                f"a sequence of block_size={config['block_size']} tokens is filled up to a length that "
+                "the ranks divide, and the positions of the pads lie beyond the table. A shorter one is right"
+            )
+            end.help = "Give the pads any position that there is: nobody looks at them."
+        raise
+    logits = each_rank(SimpleNamespace(results=results), "logits")
+    if all(each is not None for each in logits):
+        with torch.no_grad():
+            dense = dense_model(config, weights).eval()(idx)[0]
+        trial.close(
+            "the logits of the last of block_size tokens, which the ranks do not divide", logits, dense
+        )
 
 
 @check("sequence_parallelize", world_sizes=(2,), subgroup=False)

@@ -1,16 +1,27 @@
-"""What the checks of this lesson share: runs on a rank's tokens, and what is alive after a forward."""
+"""What the checks of this lesson share: runs on a rank's tokens, what is alive after a forward, and sent."""
 
 import contextlib
 import gc
 import time
 from collections.abc import Callable
 from itertools import chain
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import BACKWARD, CheckEnded, Trial, Verdict, of_ranks, storage_bytes, tensors_in
+from grader.checks import (
+    BACKWARD,
+    CheckEnded,
+    Trial,
+    Verdict,
+    each_rank,
+    of_ranks,
+    storage_bytes,
+    tensors_in,
+)
+from lessons_shared.wire import sends_at_most, where, wire_bytes
 
 SIZES = (2, 1, 4, 3)
 FEWER = (2, 1, 3)
@@ -155,3 +166,19 @@ def kept_bytes(config: dict, batch_size: int, sequence_length: int, num_ranks: i
     norms = 2 * (part + 8 * tokens)
     core = 4 * part + 4 * config["n_head"] * tokens
     return norms + 2 * whole + core + 8 * part + (2 * part if masks else 0)
+
+
+def sends_as_much(
+    trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes: float, means: str, help: str
+) -> None:
+    """No rank sends more than `sends_at_most` allows, and all together no less than half of that of all."""
+    sends_at_most(trial, seen, stretch, num_bytes, means, help)
+    n = trial.num_ranks
+    sent = sum(wire_bytes(recording.select(None, stretch), n) for recording in each_rank(seen, "recording"))
+    due = (n - 1) * num_bytes
+    trial.require(
+        sent >= due / 2,
+        f"{where(stretch)} sent about {sent:,.0f} bytes from all ranks together, where {means} send "
+        f"{due:,.0f}",
+        help="What a rank needs and has not made itself has to travel.",
+    )
