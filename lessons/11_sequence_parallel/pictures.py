@@ -38,8 +38,9 @@ def draw_block() -> None:
     _, axes = figure(figsize=(11, 3.0))
     places = [
         ("x", "tokens"), ("norm", "tokens"), ("gather", ""), ("c_attn", "features"), ("core", "features"),
-        ("reduce-\nscatter", ""), ("dropout,\n+", "tokens"), ("norm", "tokens"), ("gather", ""),
-        ("c_fc", "features"), ("GELU", "features"), ("reduce-\nscatter", ""), ("dropout,\n+", "tokens"),
+        ("c_proj,\nreduce-\nscatter", ""), ("dropout,\n+", "tokens"), ("norm", "tokens"), ("gather", ""),
+        ("c_fc", "features"), ("GELU", "features"), ("c_proj,\nreduce-\nscatter", ""),
+        ("dropout,\n+", "tokens"),
     ]  # fmt: skip
     for place, (name, cut) in enumerate(places):
         for rank in (0, 1):
@@ -53,7 +54,7 @@ def draw_block() -> None:
             axes.annotate("", (place + 0.9, 0.5), (place + 0.1, 0.5), arrowprops={"arrowstyle": "->"})
         axes.text(place + 0.5, -0.12, name, ha="center", va="top")
     axes.text(0.1, 1.2, "blue: rank 0, orange: rank 1; rows are tokens, columns are features")
-    axes.set(xlim=(0, len(places)), ylim=(-0.6, 1.5))
+    axes.set(xlim=(0, len(places)), ylim=(-0.75, 1.5))
     axes.axis("off")
     plt.tight_layout()
     plt.show()
