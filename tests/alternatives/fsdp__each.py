@@ -80,10 +80,13 @@ def gather_in_forward(block, unit):
 
 def gather_in_backward(blocks, units):
     engine = torch.autograd.Variable._execution_engine
+    entered = []  # whose backward is not over, one at most
 
-    def done(unit):
-        reduce_gradients(unit)
-        unit.free()
+    def leave():
+        for unit in entered:
+            reduce_gradients(unit)
+            unit.free()
+        entered.clear()
 
     class Door(torch.autograd.Function):
         """At the end of a block in forward: what backward meets first."""
@@ -95,11 +98,10 @@ def gather_in_backward(blocks, units):
 
         @staticmethod
         def backward(ctx, gradient):
-            if ctx.number + 1 < len(units):
-                done(units[ctx.number + 1])
+            leave()
             units[ctx.number].gather()
-            if ctx.number == 0:
-                engine.queue_callback(lambda: done(units[0]))
+            entered.append(units[ctx.number])
+            engine.queue_callback(leave)
             return gradient, None
 
     for number, block in enumerate(blocks):
@@ -114,7 +116,7 @@ def gather_ahead(blocks, units):
             unit.start_gather()
 
         def after(block, args, x, unit=earlier):
-            x.requires_grad and x.register_hook(lambda gradient: unit.start_gather())
+            args[0].requires_grad and x.register_hook(lambda gradient: unit.start_gather())
 
         blocks[number - 1].register_forward_pre_hook(before)
         blocks[number].register_forward_hook(after)
