@@ -4,15 +4,13 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
+from grader.checks import Trial, check, exercise
 
-from grader.checks import Trial, check, exercise, settle
-
-from .models import build
 from .runs import IN_BOTH_MODES, require_in_evaluation
 from .unit_hooks import (
+    NUM_FROZEN,
     STEPS,
+    fine_tune,
     in_blocks,
     observe,
     require_backward,
@@ -20,7 +18,7 @@ from .unit_hooks import (
     require_gradients,
     require_outputs,
 )
-from .units import GATHERS, GATHERS_ALONE, NUM_BLOCKS, WIDTH, chain, num_bytes, sent_by, waited_by
+from .units import GATHERS, GATHERS_ALONE, NUM_BLOCKS, num_bytes, sent_by, waited_by
 from .wire import SMALL
 
 exercise(
@@ -35,9 +33,6 @@ exercise(
         "of unit i - 1. start_gather() does not wait: that is what it is for.",
     ),
 )
-
-NUM_FROZEN = 4
-"""Of the blocks, where only the last are trained."""
 
 
 def observe_ahead(trial: Trial) -> SimpleNamespace:
@@ -176,30 +171,10 @@ def two_units_at_most(trial: Trial) -> None:
     require_none_below(trial, seen.block)
 
 
-def step_above_frozen(rank: Any, seed: int, x: Tensor) -> dict:
-    """A forward and a backward through blocks of which only the last are trained."""
-    submission = rank.submission
-    with rank.record(memory=True) as recording:
-        blocks = build(chain, seed, torch.float64).to(rank.device)
-        blocks[:NUM_FROZEN].requires_grad_(False)
-        units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
-        for block, unit in zip(blocks, units, strict=True):
-            submission.gather_in_forward(block, unit)
-        submission.gather_in_backward(list(blocks), units)
-        submission.gather_ahead(list(blocks), units)
-        settle()
-        recording.mark("before")
-        blocks(x).square().sum().backward()
-        settle()
-        recording.mark("after")
-    return {"recording": recording}
-
-
 def require_none_below(trial: Trial, block: int) -> None:
     """Nothing stays that was sent for below the last block that backward comes to."""
-    x = trial.normal(2, WIDTH, dtype=torch.float64)
     gradients = (NUM_BLOCKS - NUM_FROZEN) * (block // trial.num_ranks + 64 * trial.num_ranks)
-    for r, result in enumerate(trial.run(step_above_frozen, trial.seed(), x)):
+    for r, result in enumerate(fine_tune(trial, 3)):
         recording = result["recording"]
         more = recording.alive("after") - recording.alive("before") - gradients
         trial.require(

@@ -340,6 +340,18 @@ def shards_have_the_mean_gradients(trial: Trial) -> None:
         require_gradients(trial, seen)
 
     require_in_evaluation(require)
+    for r, result in enumerate(fine_tune(trial, 2)):
+        missing = [i for i in range(NUM_FROZEN, NUM_BLOCKS) if not result["reduced"][i]]
+        trial.require(
+            not missing,
+            f"the first {NUM_FROZEN} of {NUM_BLOCKS} blocks are frozen: after backward the shards of block "
+            f"{', '.join(map(str, missing))} have no .grad",
+            help="Have what is left reduced and freed when backward is over, whichever block it ended in.",
+            rank=r,
+            cause=f"backward ends in block {NUM_FROZEN}, and what reduces the last block waits for block 0"
+            if missing == [NUM_FROZEN]
+            else "",
+        )
 
 
 @check("gather_in_backward", world_sizes=(2, 3), subgroup=False)
@@ -353,6 +365,35 @@ def backward_leaves_shards_and_gradients(trial: Trial) -> None:
     """When backward is over, shards and their gradients are alive, and nothing else: no block is left."""
     help = "The last block that backward is in has no next one: queue_callback has its turn when all is over."
     require_freed(trial, trial.once(observe_backward), {"after": "after backward"}, 2, help)
+
+
+NUM_FROZEN = 4
+"""Of the blocks, where only the last are trained."""
+
+
+def fine_tune_on_ranks(rank: Any, depth: int, seed: int, x: Tensor) -> dict:
+    """A forward and a backward through blocks of which only the last are trained."""
+    submission = rank.submission
+    with rank.record(memory=True) as recording:
+        blocks = build(chain, seed, torch.float64).to(rank.device)
+        blocks[:NUM_FROZEN].requires_grad_(False)
+        units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
+        for block, unit in zip(blocks, units, strict=True):
+            submission.gather_in_forward(block, unit)
+        submission.gather_in_backward(list(blocks), units)
+        if depth >= 3:
+            submission.gather_ahead(list(blocks), units)
+        settle()
+        recording.mark("before")
+        blocks(x).square().sum().backward()
+        settle()
+        recording.mark("after")
+    reduced = [any(shard.grad is not None for shard in unit.shards) for unit in units]
+    return {"recording": recording, "reduced": reduced}
+
+
+def fine_tune(trial: Trial, depth: int) -> list[dict]:
+    return run(trial, fine_tune_on_ranks, depth, trial.seed(), trial.normal(2, WIDTH, dtype=torch.float64))
 
 
 def require_backward(trial: Trial, seen: Any, ahead: int) -> None:
