@@ -279,6 +279,7 @@ class Report:
         if mfu > 1 and not self.doubted:
             self.doubted = True
             self.bar.say(doubt(step, mfu, self.peak))
+            peak_flops_per_second.cache_clear()  # the next run of this process measures it again
 
     def validation(self, step: int, loss: float) -> None:
         self.metrics.write(step=step, validation_loss=loss)

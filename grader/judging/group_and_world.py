@@ -12,7 +12,12 @@ NOT_IN_THE_GROUP = (
     "torch was given a rank in the group that the group has not: they count from 0, whatever ranks of the "
     "world these are"
 )
-OF_NEW_GROUP = (
+MADE_BY_SOME = (
+    "a group is made by all ranks of the world together, also by those that are not in it: here some did "
+    "not call new_group, or for other ranks"
+)
+"""Likely cause where ranks wait in new_group, in any layout."""
+MADE_OF_RANKS_IN_THE_GROUP = (
     "it is right where the group is the whole world. dist.new_group waits for the ranks that it is given, "
     "and takes them for ranks of the world: some of these do not call it. Ranks in the group count from 0, "
     "whatever ranks of the world they are"
@@ -32,6 +37,7 @@ def narrowed(cause: str, help: str) -> tuple[str, str]:
     """Cause and next step of what is right where the group is the whole world: those found, if of that."""
     if cause in (NOT_PASSED_ON, NOT_OF_THE_GROUP, NOT_IN_THE_GROUP):
         return cause, help
-    if "new_group" in cause:
-        return OF_NEW_GROUP, "Give it dist.get_global_rank(group, r) for each rank r in the group."
+    if cause == MADE_BY_SOME:
+        step = "Give it dist.get_global_rank(group, r) for each rank r in the group."
+        return MADE_OF_RANKS_IN_THE_GROUP, step
     return ANY_OF_THEM, ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from grader.judging import messages
 from grader.judging.crashes import sends_to_itself, why_crashed
-from grader.judging.group_and_world import NOT_PASSED_ON
+from grader.judging.group_and_world import MADE_BY_SOME, NOT_PASSED_ON
 from grader.judging.verdicts import CheckEnded, Verdict
 from grader.judging.wording import of_ranks
 from grader.ranks.launcher import Limits, RankReport, RunReport
@@ -263,8 +263,7 @@ def _making_groups(ranks: Sequence[RankReport], locate: Locate) -> CheckEnded | 
     return CheckEnded(
         Verdict.WRONG,
         f"{of_ranks(there)} waited in dist.new_group",
-        "a group is made by all ranks of the world together, also by those that are not in it: here some did "
-        "not call new_group, or for other ranks",
+        MADE_BY_SOME,
         "Use the group that you are given. Where you must make some, call new_group on every rank for every "
         "group, in the same order, and keep the one that this rank is in.",
     )

@@ -10,7 +10,7 @@ class Limits:
     """What one run may use; the limits hold for all its processes together."""
 
     timeout: float = 30.0
-    """Seconds until a run that still computes is ended."""
+    """Seconds until a run that still computes is ended: those in which it has a core, where that is known."""
     idle: float = 3.0
     """Seconds without any progress on any rank after which the ranks count as deadlocked."""
     memory_bytes: int = 4 * 2**30

@@ -279,7 +279,10 @@ def measure_frozen(
 
 @dataclass(frozen=True)
 class Frozen:
-    """A GPT of five blocks, some of them frozen, and what a block that stays whole then comes from."""
+    """A GPT of five blocks, some of them frozen, and what a block that stays whole then comes from.
+
+    Where those before it leave none.
+    """
 
     blocks: tuple[int, ...]
     told: str
@@ -296,6 +299,13 @@ FROZEN = (
         "a block without any gradient is gathered for its backward, and never freed",
         "Where nothing in a block is trained, no gradient of a weight tells that its backward is over: free "
         "it when backward comes to the block before.",
+    ),
+    Frozen(
+        (0, 1, 2),
+        "the tables and the first three of five blocks are frozen",
+        False,
+        "backward ends in block 3 here, and what frees the last block waits for block 0",
+        "Free what is left when backward is over, whichever block it ended in.",
     ),
     Frozen(
         (0, 1, 2),

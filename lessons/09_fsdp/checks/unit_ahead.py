@@ -174,14 +174,22 @@ def two_units_at_most(trial: Trial) -> None:
 def require_none_below(trial: Trial, block: int) -> None:
     """Nothing stays that was sent for below the last block that backward comes to."""
     gradients = (NUM_BLOCKS - NUM_FROZEN) * (block // trial.num_ranks + 64 * trial.num_ranks)
-    for r, result in enumerate(fine_tune(trial, 3)):
-        recording = result["recording"]
-        more = recording.alive("after") - recording.alive("before") - gradients
+    most = 0.3 * block + SMALL
+
+    def left(depth: int) -> list[int]:
+        """By rank, what is alive after backward and was not before forward, besides gradients."""
+        recordings = [result["recording"] for result in fine_tune(trial, depth)]
+        return [each.alive("after") - each.alive("before") - gradients for each in recordings]
+
+    for r, more in enumerate(left(3)):
         trial.require(
-            more <= 0.3 * block + SMALL,
+            more <= most,
             f"the first {NUM_FROZEN} of {NUM_BLOCKS} blocks are frozen: after backward, besides gradients, "
             f"{more:,} bytes more are alive on it than before forward, where a block has {block:,}",
-            help="Backward ends in the block whose input needs no gradient: send for nothing below it.",
+            help="Backward ends in the block whose input needs no gradient: send for nothing below it, and "
+            "free what is left when it is over.",
             rank=r,
-            cause="a unit is sent for that backward never comes to, and nobody frees it",
+            cause="a unit is sent for that backward never comes to, and nobody frees it"
+            if more > most and max(left(2)) <= most
+            else "",
         )
