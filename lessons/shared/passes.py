@@ -1,11 +1,11 @@
 """Gradients that are told by their size: of two passes, of which the second is half as large, of one after
 zero_grad, and of a loss that is multiplied before it goes back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from grader.checks import Fault
+from grader.checks import Fault, Trial
 
 from .cut_gpt import gradients_of
 
@@ -36,6 +36,25 @@ def after_zero_grad(right: Sequence[Tensor], times: float, name: str) -> dict[st
         return {}
     held = BOTH if name == "anew" else 1.0
     return of_what_was_cleared(right, [held * g for g in right], times)
+
+
+def require_after_clearing(
+    trial: Trial,
+    told: str,
+    seen: str,
+    actual: Mapping[str, Sequence[Tensor | None]],
+    right: Sequence[Tensor],
+    times: float,
+) -> None:
+    """A gradient, `told` by its name, is that of one pass under every name of CLEARED.
+
+    Args:
+        seen: in which of several runs; "" if there is one.
+        actual: names of CLEARED → each rank's gradient.
+    """
+    for name, when in CLEARED.items():
+        alternatives = after_zero_grad(right, times, name)
+        trial.close(f"{told} {when}{seen and f' ({seen})'}", actual[name], right, alternatives=alternatives)
 
 
 def of_what_was_cleared(right: Sequence[Tensor], held: Sequence[Tensor], times: float) -> dict[str, Fault]:

@@ -383,8 +383,7 @@ def another_forward_may_come_between(trial: Trial) -> None:
     except CheckEnded as end:
         if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
             end.cause = (
-                "the other forward frees what lies outside the blocks, and the backward after it does not "
-                "gather that again"
+                "the other forward frees what this backward uses, and the backward does not gather it again"
             )
             end.help = help
         raise

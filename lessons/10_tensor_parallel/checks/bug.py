@@ -28,7 +28,7 @@ from lessons_shared.passes import (
     CLEARED,
     HALF,
     after_clearing,
-    after_zero_grad,
+    require_after_clearing,
     sums_of_two_passes,
 )
 from lessons_shared.wire import wire_bytes
@@ -287,13 +287,8 @@ def gradients_of_all_weights_are_complete(trial: Trial) -> None:
             if at_x
             else "key_value is replicated: its gradient needs one sum over the ranks, no more and no less.",
         )
-        for which, told_when in CLEARED.items():
-            trial.close(
-                f"the gradient of {name} {told_when}",
-                [g.get(name) for g in each_rank(seen, which)],
-                expected,
-                alternatives=after_zero_grad(expected, n, which),
-            )
+        cleared = {which: [g.get(name) for g in each_rank(seen, which)] for which in CLEARED}
+        require_after_clearing(trial, f"the gradient of {name}", "", cleared, expected, n)
 
 
 @check("MultiQueryAttention")

@@ -29,7 +29,7 @@ from lessons_shared.passes import (
     CLEARED,
     HALF,
     after_clearing,
-    after_zero_grad,
+    require_after_clearing,
     sums_of_two_passes,
 )
 from lessons_shared.refusals import refusal_of
@@ -295,13 +295,19 @@ def copies_get_the_whole_gradient(trial: Trial) -> None:
             [BOTH * g[num_queries:] for g in expected],
             alternatives=sums_of_two_passes([g[num_queries:] for g in expected], seen.copies),
         )
-        for which, told_when in CLEARED.items():
-            trial.close(
-                f"the gradient of the keys' and values' rows of c_attn {told_when} ({seen.told})",
-                [fused_of(g)[at][num_queries:] for g, at in zip(each_rank(seen, which), back, strict=True)],
-                [g[num_queries:] for g in expected],
-                alternatives=after_zero_grad([g[num_queries:] for g in expected], seen.copies, which),
-            )
+        require_after_clearing(
+            trial,
+            "the gradient of the keys' and values' rows of c_attn",
+            seen.told,
+            {
+                which: [
+                    fused_of(g)[at][num_queries:] for g, at in zip(each_rank(seen, which), back, strict=True)
+                ]
+                for which in CLEARED
+            },
+            [g[num_queries:] for g in expected],
+            seen.copies,
+        )
         columns = parts(seen.dense.gradients["c_proj.weight"], 1, n)
         trial.close("the gradient of c_proj.weight", each_rank(seen, "gradients", "c_proj.weight"), columns)
 

@@ -31,7 +31,7 @@ from lessons_shared.cut_gpt_checks import (
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 from lessons_shared.cut_gpt_slips import losses_of_slips
 from lessons_shared.evaluation import later_is_right
-from lessons_shared.passes import BOTH, CLEARED, after_zero_grad
+from lessons_shared.passes import BOTH, CLEARED, require_after_clearing
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, where, wire_bytes
 from nanogpt.model import GPT, GPTConfig
@@ -162,13 +162,14 @@ def shard_gradients_are_the_dense_models(trial: Trial) -> None:
                 [BOTH * g for g in expected],
                 alternatives={"that of one pass": expected},
             )
-            for which, told_when in CLEARED.items():
-                trial.close(
-                    f"the gradient of {parameter} {told_when} ({seen.name})",
-                    [g.get(parameter) for g in each_rank(seen, which)],
-                    expected,
-                    alternatives=after_zero_grad(expected, n, which),
-                )
+            require_after_clearing(
+                trial,
+                f"the gradient of {parameter}",
+                seen.name,
+                {which: [g.get(parameter) for g in each_rank(seen, which)] for which in CLEARED},
+                expected,
+                n,
+            )
         table_gradients_are_right(trial, seen, "gradients", 1)
         for prefix in attentions(seen.config):
             orders = head_orders(seen.weights, each_rank(seen, "weights"), prefix)

@@ -124,10 +124,9 @@ def tell_partial_use(trial: Trial, end: CheckEnded, probe: Callable, runs: list[
                 "parameter's hook, and the collective in that, where it was used and nowhere else; with "
                 "these frozen all ranks come through"
             )
-            end.help = (
-                "Use every parameter on every rank: a bias is added after the reduce-scatter, to each rank's "
-                "own tokens."
-            )
+            end.help = "Use every parameter on every rank."
+            if all(name.endswith("bias") for name in partly):
+                end.help = "A bias is added after the reduce-scatter, to each rank's own tokens."
 
 
 def mark_backward(recording) -> None:
