@@ -78,15 +78,17 @@ def checkpoint(
 ) -> Tensor:
     """Compute `function(*inputs)` and keep only the inputs: backward calls the function once more.
 
-    Gradients are those of `function(*inputs)`: for the inputs that need one, and for every leaf that the
-    function reaches by itself, such as a module's weights, even where no input needs a gradient. The
-    second call sees the random numbers of the first, and leaves the random state as it finds it: torch's
-    own, and that of `generators`. It runs under the autocast of the first: on or off, and with its dtype.
-    After a backward that goes through all of it and frees the graph, nothing of the second call is left,
-    even while somebody holds the loss. Made by hand: `torch.utils.checkpoint` is not used.
+    `backward()` leaves the gradients of `function(*inputs)` in `.grad`: for the inputs that need one, and
+    for every leaf that the function reaches by itself, such as a module's weights, even where no input
+    needs a gradient. The second call sees the random numbers of the first, and leaves the random state as
+    it finds it: torch's own, and that of `generators`. It runs under the autocast of the first: on or off,
+    and with its dtype. After a backward that goes through all of it and frees the graph, nothing of the
+    second call is left, even while somebody holds the loss. Made by hand: `torch.utils.checkpoint` is not
+    used.
 
     Args:
-        function: returns one tensor, and computes the same from the same inputs.
+        function: returns one tensor, computes the same from the same inputs, and in backward asks once for
+            each tensor that it saved.
         inputs: of any kind: tensors with and without gradient, numbers, None.
         generators: random number generators, besides torch's own, that the function draws from. An
             iterator will do, which can be gone through once.

@@ -89,8 +89,9 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         _NOT_CONTIGUOUS,
         "a tensor that does not lie in one piece of memory was sent: only contiguous ones travel",
-        "Send x.contiguous(). Of such a tensor contiguous(), flatten() and reshape() are copies: what "
-        "arrives in a copy, or is summed there, must be copied back.",
+        "Send x.contiguous(): reshape(-1) may give a view, which lies no better. Where x itself is to be "
+        "filled, what arrives in a copy, or is summed there, must be copied back; where a new tensor is "
+        "returned, nothing is copied back.",
     ),
     (
         r"view size is not compatible",

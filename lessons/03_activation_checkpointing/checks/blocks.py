@@ -124,6 +124,12 @@ def observe(trial: Trial) -> SimpleNamespace:
     )
 
 
+NOT_HELD = (
+    "the forward still runs these blocks, and no module of the model holds them: parameters(), train() and "
+    "to() go through modules alone, and pass by what stands in a plain list, a tuple or a closure"
+)
+
+
 @check("checkpoint_blocks")
 def given_model_comes_back_with_its_parameters(trial: Trial) -> None:
     """It returns the given model, with the same Parameter objects."""
@@ -133,11 +139,17 @@ def given_model_comes_back_with_its_parameters(trial: Trial) -> None:
             f"checkpoint_blocks(model, {every}) does not return the given model",
             help="Change the model in place, and return it: an optimizer or a wrapper may hold it already.",
         )
+        blocks = blocks_of(mine["lost"])
+        still_run = blocks and set(blocks) <= set(mine["forward"])
+        told = f"all of block {', '.join(map(str, blocks))}" if blocks else ", ".join(mine["lost"])
         trial.require(
             not mine["only lost"],
             f"after checkpoint_blocks(model, {every}) the model has {len(mine['lost'])} parameters less than "
-            f"before: {blocks_of(mine['lost'])}",
-            help="Every block belongs to a group, the last ones too: where the number of blocks does not "
+            f"before: {told}",
+            cause=NOT_HELD if still_run else "",
+            help="Hold a group's blocks in an nn.ModuleList or nn.Sequential, as an attribute of the group."
+            if still_run
+            else "Every block belongs to a group, the last ones too: where the number of blocks does not "
             "divide by `every`, one group is shorter.",
         )
         trial.require(
@@ -148,12 +160,10 @@ def given_model_comes_back_with_its_parameters(trial: Trial) -> None:
         )
 
 
-def blocks_of(names: list[str]) -> str:
-    """Whose parameters these are: of blocks, where all are."""
-    found = [name.split(".")[2] for name in names if name.startswith("transformer.h.")]
-    if len(found) < len(names):
-        return ", ".join(names)
-    return f"all of block {', '.join(dict.fromkeys(found))}"
+def blocks_of(names: list[str]) -> list[int]:
+    """The blocks whose parameters these are; none where some are of no block."""
+    found = [int(name.split(".")[2]) for name in names if name.startswith("transformer.h.")]
+    return list(dict.fromkeys(found)) if len(found) == len(names) else []
 
 
 def ready(trial: Trial) -> SimpleNamespace:

@@ -55,6 +55,8 @@ class Slip:
     """One way of running the epoch; without arguments, the right one."""
 
     weigh: str = "targets"
+    from_here_on: bool = False
+    """A micro-batch is a share of `accumulate` micro-batches that begin with it, and not of its group."""
     clip_each: bool = False
     clip: bool = True
     clip_rest: bool = True
@@ -126,13 +128,11 @@ def groups(case: Any) -> Iterator[Batches]:
         yield case.batches[first : first + case.accumulate]
 
 
-def counting(group: Batches, slip: Slip) -> Batches:
-    """The micro-batches with targets that count; where it stops, those before the first that has none."""
-    if slip.zero_times_nan:
-        return group
-    full = [counted(goals) > 0 for _, goals in group]
+def counting(group: Batches, slip: Slip) -> list[int]:
+    """Where micro-batches with targets that count are; where it stops, those before the first without."""
+    full = [slip.zero_times_nan or counted(goals) > 0 for _, goals in group]
     end = full.index(False) if slip.stops and not all(full) else len(group)
-    return [pair for pair, some in zip(group[:end], full, strict=False) if some]
+    return [place for place in range(end) if full[place]]
 
 
 def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> float:
@@ -177,8 +177,11 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.divides:  # before the sum instead of after it
                 for parameter in model.parameters():
                     parameter.grad = None if parameter.grad is None else parameter.grad / every
-            for inputs, goals in counting(group, slip):
-                loss = model(inputs, goals)[1] * share_of(slip, goals, group, case.accumulate)
+            for place in counting(group, slip):
+                inputs, goals = group[place]
+                here = i * case.accumulate + place
+                whole = case.batches[here : here + case.accumulate] if slip.from_here_on else group
+                loss = model(inputs, goals)[1] * share_of(slip, goals, whole, case.accumulate)
                 loss.backward()
                 total = loss.item() + (0.0 if slip.last_loss else total)
                 if slip.clip_each:
@@ -186,7 +189,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.clip_sum:
                 clip_sum(model, every)
             if slip.mean_of_means:
-                means = [model(*batch)[1].item() for batch in counting(group, slip)]
+                means = [model(*group[place])[1].item() for place in counting(group, slip)]
                 total = sum(means) / len(group)
             if slip.by_value:
                 nn.utils.clip_grad_value_(model.parameters(), NORM)
@@ -212,6 +215,8 @@ SLIPS = {
     ),
     "each micro-batch weighs by its b·s targets, not by those that count": Slip(weigh="size"),
     "the sum of the micro-batches' means": Slip(weigh="not at all"),
+    "each micro-batch weighs by its share of microbatches[i : i + accumulate], which begin with itself: its "
+    "group begins at i - i % accumulate": Slip(from_here_on=True),
     "clipped after every micro-batch: what came first is clipped again and again": Slip(clip_each=True),
     "the mean of means, clipped after every micro-batch": Slip(weigh="means", clip_each=True),
     "each loss divided by accumulate, and clipped after every micro-batch": Slip(

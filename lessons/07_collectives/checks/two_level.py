@@ -1,13 +1,14 @@
 """Checks of `two_level_all_reduce`: the sum on every rank, and little of it across machines."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grader.checks import COLLECTIVES, Event, Fault, Recording, Trial, check, exercise
+from grader.checks import COLLECTIVES, Event, Fault, Recording, Trial, check, exercise, is_close
 
 from .cases import Case, draw, dtypes, lay_out, layouts, require_between, require_in_place, sizes
 from .traffic import NO_FILLING, SMALL, TOO_MUCH_FILLING, events, require_waits, rounded_up
@@ -113,9 +114,39 @@ ANY_SIZE = (
 )
 
 
-def slips(case: Case, machines: Machines) -> dict[str, list[Tensor] | Fault]:
-    """What known slips would have left in the tensors."""
-    n, total = len(case.values), case.total
+def silent_where_alone(case: Case, seen: list[SimpleNamespace]) -> dict[str, Fault]:
+    """That no rank sends anything where a group has one rank, if the sums are right everywhere else."""
+    silent = [each.machines for each in seen if is_silent(each)]
+    alone = ["`inner`" if len(m[0]) == 1 else "`outer`" for m in silent if 1 in (len(m), len(m[0]))]
+    others_are_right = all(
+        is_close(answer["tensor"], given.total)
+        for each in seen
+        if each.machines not in silent
+        for given, answers in zip(each.cases, each.answers, strict=True)
+        for answer in answers
+    )
+    if not others_are_right or not len(seen) > len(silent) == len(alone) > 0:
+        return {}
+    told = (
+        f"what it held before: where {' or '.join(alone)} has one rank, no rank sends anything; elsewhere "
+        "the sum is right"
+    )
+    step = (
+        "A group of one rank has nothing to add: leave its part out, and do the other group's all the same."
+    )
+    return {told: Fault(case.values, step)}
+
+
+def is_silent(each: SimpleNamespace) -> bool:
+    """Whether no rank sends anything, whatever the case."""
+    return not any(sent_bytes(event) for recording in each.recordings for event in recording.events)
+
+
+def slips(case: Case, each: SimpleNamespace, seen: list[SimpleNamespace]) -> dict[str, list[Tensor] | Fault]:
+    """What known slips would have left in the tensors on one arrangement of those that were seen."""
+    if alone := silent_where_alone(case, seen):
+        return alone
+    n, total, machines = len(case.values), case.total, each.machines
     machine = {r: row for row in machines for r in row}
     across = {r: [row[machine[r].index(r)] for row in machines] for r in range(n)}
 
@@ -148,10 +179,14 @@ def slips(case: Case, machines: Machines) -> dict[str, list[Tensor] | Fault]:
             "summed across machines alone, not inside": outside,
         }.items()
     }
-    return (rounded if 0 < even < case.num_elements else {}) | {
+    known = rounded if 0 < even < case.num_elements else {}
+    if 1 not in (size, len(machines)) or is_silent(each):  # else the sum over one rank is what it held before
+        known |= {
+            "the sum over this rank's machine alone: nothing was added across machines": inside,
+            "the sum over `outer` alone: nothing was added inside the machine": outside,
+        }
+    return known | {
         "what it held before: the sum was not written into the tensor that was given": case.values,
-        "the sum over this rank's machine alone: nothing was added across machines": inside,
-        "the sum over `outer` alone: nothing was added inside the machine": outside,
         "every part counts as often as a machine has ranks: it was added up inside twice": [total * size] * n,
         "every part counts as often as there are machines: it was added up across twice": [
             total * len(machines)
@@ -184,7 +219,7 @@ def require_sums(trial: Trial, seen: list[SimpleNamespace], help: str, of: torch
                 f"the tensor ({case}; {told(each.machines)}) after the call",
                 [answer["tensor"] for answer in answers],
                 case.total,
-                alternatives=slips(case, each.machines),
+                alternatives=partial(slips, case, each, seen),
                 help=help,
                 terms={f"rank {r}'s part": value for r, value in enumerate(case.values)},
             )
