@@ -373,9 +373,10 @@ def context_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     their positions in the sequence. Keys and values travel as in `ring_attention`, and no state of the model
     is as long as the sequence. The loss is the mean over all targets that are not -1, the same on every
     rank, even if a rank has none of them. After `loss.backward()` every gradient is complete, and the same on
-    every rank; a second backward adds to it as usual. Attention probabilities are not dropped. The other
-    dropouts stay on. Parameter names stay GPT's. Without targets (a star) every rank gets the logits of the
-    sequence's last token, (b, 1, v), and no loss.
+    every rank; a second backward adds to it as usual. The sums of the gradients send no more than one
+    all-reduce of each. Attention probabilities are not dropped. The other dropouts stay on. Parameter names
+    stay GPT's. Without targets (a star) every rank gets the logits of the sequence's last token, (b, 1, v),
+    and no loss.
 
     Raises:
         ValueError: (when called) the sequence does not divide: by 2n for zigzag parts, by n for plain ones.

@@ -159,6 +159,8 @@ def _why_not_received(
         if channel.destination == peer and len(events) > len(sends.get(channel, [])):
             cause = f"rank {peer} waits for a message from rank {channel.source}, who sends it none"
             return cause, "A send and its receive must name each other: who sends to whom?"
+    if peer is not None and ranks[peer].status == "done":
+        return "", f"Every message needs its receive: what makes rank {peer} return without this one?"
     stuck = all(
         rank.status != "running" or (rank.events and rank.events[-1].kind == "send") for rank in ranks
     )

@@ -57,16 +57,31 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
         "asleep": first.eval()(ones),
         "own": torch.rand(8),
         "alike": drawn_by_ranks_seeded_alike(rank, probability),
+        "repeated": repeated(rank),
     }
+
+
+def repeated(rank) -> list[torch.Tensor]:
+    """The masks of three dropouts, each shared after the same torch.manual_seed; the third after a draw."""
+    masks = []
+    for draws in (0, 0, 1):
+        rank.seed(ALIKE)
+        torch.rand(draws), torch.rand(draws, device=rank.device)
+        masks.append(one_of_many(rank))
+    return masks
 
 
 def drawn_by_ranks_seeded_alike(rank, probability: float) -> dict[str, torch.Tensor]:
     """What a rank draws without a dropout, and after one, with the same seed on every rank."""
+
+    def drawn() -> torch.Tensor:
+        return torch.cat([torch.rand(8), torch.rand(8, device=rank.device).cpu()])
+
     rank.seed(ALIKE)
-    without = torch.rand(8)
+    without = drawn()
     rank.seed(ALIKE)
     rank.submission.share_dropout(Dropout(probability), rank.group, rank.device)
-    return {"without": without, "after": torch.rand(8)}
+    return {"without": without, "after": drawn()}
 
 
 def observe_dropout(trial: Trial) -> SimpleNamespace:
@@ -131,12 +146,16 @@ def mask_is_random(trial: Trial) -> None:
 
 @check("share_dropout", world_sizes=(2,), subgroup=False)
 def mask_follows_the_seed_of_the_run(trial: Trial) -> None:
-    """Runs with another torch.manual_seed drop other elements, and with the same one the same."""
+    """Runs with another torch.manual_seed drop other elements, and with the same one the same.
+
+    Within one run, too: what is seeded again draws the same again, and otherwise after another draw.
+    """
     runs = [
         [(base + rank, 0.3, (30, 40)) for rank in range(trial.num_ranks)]
         for base in (trial.integer(1, 1000), trial.integer(2000, 3000))
     ]
-    first, again, same = (trial.run(dropout_probe, per_rank=each)[0]["masks"][0] for each in (*runs, runs[1]))
+    results = [trial.run(dropout_probe, per_rank=each)[0] for each in (*runs, runs[1])]
+    first, again, same = (result["masks"][0] for result in results)
     trial.require(
         torch.equal(again, same),
         "two runs that begin with the same torch.manual_seed dropped different elements",
@@ -147,6 +166,27 @@ def mask_follows_the_seed_of_the_run(trial: Trial) -> None:
         not torch.equal(first, again),
         "two runs with different seeds dropped the same elements: the seed is a constant",
         help="Let rank 0 draw the seed from torch's global stream, so that it follows torch.manual_seed.",
+    )
+    once, twice, later = results[0]["repeated"]
+    drawn = results[0]["alike"]
+    no_draw = "nothing was drawn from torch's global stream: it goes on as if no dropout had been shared"
+    cause = no_draw if torch.equal(drawn["after"], drawn["without"]) else ""
+    help = (
+        "Draw it on every rank, torch.randint(2**62, (1,)), and broadcast rank 0's. torch.initial_seed() is "
+        "no draw, and a count of the dropouts does not begin anew with torch.manual_seed."
+    )
+    trial.require(
+        torch.equal(once, twice),
+        "in one run, two dropouts that were each shared after the same torch.manual_seed drop other elements",
+        help=help,
+        cause=cause or "the seed is not made of torch's global stream alone",
+    )
+    trial.require(
+        not torch.equal(once, later),
+        "after the same torch.manual_seed, a dropout drops the same elements with a torch.rand before it was "
+        "shared and without one",
+        help=help,
+        cause=cause,
     )
 
 

@@ -1,13 +1,13 @@
 """The whole model."""
 
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, parts, told
+from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, is_close, parts, told
 from lessons_shared.cut_gpt import (
     cut_dim,
     dense_model,
@@ -106,41 +106,98 @@ def every_matrix_is_cut(trial: Trial) -> None:
         matrices_are_cut(trial, seen, attentions(seen.config))
 
 
-def partial_from_the_head(seen: SimpleNamespace, parameter: str, n: int) -> dict[str, Fault]:
-    """For the norm before the head: what each rank's own rows of the head give to its gradient."""
-    if not parameter.startswith("transformer.ln_f.") or n == 1:
-        return {}
+def is_replicated(parameter: str) -> bool:
+    """Whether every rank has all of it: norms, positions, and the biases after a sum."""
+    return not is_special(parameter) and cut_dim(parameter) is None
+
+
+def partial_from_the_head(seen: SimpleNamespace, n: int) -> dict[str, list[Tensor]]:
+    """The gradients of what is replicated, by rank, where nobody sums what leaves the head backwards.
+
+    Of a branch's hidden features each rank has its n-th, and its copy_to_group sums what they send back.
+    """
     dense = dense_model(seen.config, seen.weights)
-    normed: list[Tensor] = []
+    given, normed = {}, []
+    for module in dense.modules():
+        module.register_forward_pre_hook(lambda module, inputs: given.update({module: inputs[0]}))
     dense.transformer.ln_f.register_forward_hook(lambda _, inputs, output: normed.append(output))
     logits, loss = dense(seen.idx, seen.targets)
     (upstream,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    table, weight = dense.lm_head.weight.detach(), dense.get_parameter(parameter)
-    own = [
-        torch.autograd.grad(normed[0], weight, upstream[..., rows] @ table[rows], retain_graph=True)[0]
-        for rows in torch.arange(len(table)).split(-(-len(table) // n))
+    table = dense.lm_head.weight.detach()
+    found: dict[Tensor, list[Tensor]] = {}
+
+    def back(norm: nn.LayerNorm, output: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+        """From the gradients of an output, by rank, to those of the norm's input, and of its parameters."""
+        wanted = [given[norm], *norm.parameters()]
+        rows = [torch.autograd.grad(output, wanted, g, retain_graph=True) for g in gradients]
+        below, *others = (list(column) for column in zip(*rows, strict=True))
+        found.update(zip(norm.parameters(), others, strict=True))
+        return below
+
+    shares = torch.arange(len(table)).split(-(-len(table) // n))
+    stream = back(dense.transformer.ln_f, normed[0], [upstream[..., r] @ table[r] for r in shares])
+    for block in reversed(dense.transformer.h):
+        for norm, last in ((block.ln_2, block.mlp.c_proj), (block.ln_1, block.attn.c_proj)):
+            if last.bias is not None:
+                found[last.bias] = [g.sum((0, 1)) for g in stream]
+            own = [parts(g @ last.weight, -1, n)[r] for r, g in enumerate(stream)]
+            branch = back(norm, given[last], [torch.cat(own, -1)] * n)
+            stream = [g + more for g, more in zip(stream, branch, strict=True)]
+    length = seen.idx.size(1)
+    found[dense.transformer.wpe.weight] = [
+        F.pad(g.sum(0), (0, 0, 0, len(dense.transformer.wpe.weight) - length)) for g in stream
     ]
-    if len(own) < n:
-        return {}
-    cause = (
-        "partial: this rank's rows of the head alone, for what leaves the head backwards is summed by nobody"
+    return {name: found[weight] for name, weight in dense.named_parameters() if weight in found}
+
+
+def head_slips(seen: SimpleNamespace, n: int) -> dict[str, dict[str, list[Tensor] | Fault]]:
+    """Parameter → cause → what would be found. Only a slip that explains every replicated one is a cause."""
+    if n == 1 or -(-seen.config["vocab_size"] // n) * (n - 1) >= seen.config["vocab_size"]:
+        return {}  # a rank without rows
+    whole = {name: [g] * n for name, g in seen.gradients.items() if is_replicated(name)}
+    unsummed = partial_from_the_head(seen, n)
+    last = {name: unsummed[name] for name in whole if name.startswith("transformer.ln_f.")}
+    slips = {
+        "partial: this rank's rows of the head alone, for what leaves the head backwards is summed by "
+        "nobody": (unsummed, "copy_to_group before the head: its backward sums the ranks' parts."),
+        "partial in ln_f alone: what leaves the cut table backwards is summed, but after ln_f": (
+            whole | last,
+            "Put copy_to_group between ln_f and the table: directly before what is cut.",
+        ),
+    }
+    return {
+        name: {
+            cause: Fault(gradients[name], step)
+            for cause, (gradients, step) in slips.items()
+            if explains_all(gradients, each_rank(seen, "gradients"))
+        }
+        for name in whole
+    }
+
+
+def explains_all(gradients: dict[str, list[Tensor]], found: list[dict[str, Tensor]]) -> bool:
+    """Whether these, by rank, are what the ranks have."""
+    return all(
+        isinstance(mine := found[r].get(name), Tensor) and is_close(mine, g)
+        for name, of_ranks in gradients.items()
+        for r, g in enumerate(of_ranks)
     )
-    return {cause: Fault(own, "copy_to_group before the head: its backward sums the ranks' parts.")}
 
 
 @check("tensor_parallelize")
 def replicated_gradients_are_complete(trial: Trial) -> None:
     """Norms, positions and the biases after a sum have the dense model's gradient, the same on every rank."""
     for seen in trial.once(observe_model):
+        slips = cache(partial(head_slips, seen, trial.num_ranks))
         # From the loss down: what is wrong first is nearest to the cause.
         for parameter, whole in reversed(seen.gradients.items()):
-            if is_special(parameter) or cut_dim(parameter) is not None:
+            if not is_replicated(parameter):
                 continue
             trial.close(
                 f"the gradient of {parameter} ({seen.name})",
                 [g.get(parameter) for g in each_rank(seen, "gradients")],
                 whole,
-                alternatives=partial(partial_from_the_head, seen, parameter, trial.num_ranks),
+                alternatives=lambda slips=slips, name=parameter: slips().get(name, {}),
                 help="A gradient that differs by rank is partial: somewhere above, a replicated tensor "
                 "enters sharded computation without copy_to_group. Attention, MLP, or the head?",
             )

@@ -1,11 +1,13 @@
 """The three functions along the sequence."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, parts
+from grader.checks import BACKWARD, CheckEnded, Fault, Trial, check, each_rank, exercise, parts, tensors_in
 from lessons_shared.pairs import Pairs
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import nothing_travels
@@ -95,6 +97,49 @@ def other_tokens(whole: Tensor, n: int) -> dict[str, list[Tensor] | Fault]:
     }
 
 
+class Written(TorchDispatchMode):
+    """On a rank: which operations in place wrote into a part of x, and whether communication was given x."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+        self.by: list[str] = []
+        self.given = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        address = self.x.untyped_storage().data_ptr()
+        shared = [y for y in tensors_in(args) if y.untyped_storage().data_ptr() == address]
+        if func.namespace == "c10d":
+            self.given |= bool(shared) and func._opname != "send"
+        elif func._opname.endswith("_") and any(y is args[0] and y.numel() < self.x.numel() for y in shared):
+            self.by.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def written_probe(rank, name: str, x: Tensor) -> list[str]:
+    """The operations that wrote into a part of x, where nothing that communicates could have."""
+    handed = x.clone().requires_grad_() * 1.0
+    with Written(handed) as written:
+        getattr(rank.submission, name)(handed, rank.group)
+    return [] if written.given else written.by
+
+
+def left_alone(trial: Trial, name: str) -> None:
+    """Neither x nor the gradient that comes in is changed; who writes into views of x is told so."""
+    try:
+        PAIRS.leave_inputs_alone(trial, name)
+    except CheckEnded as end:
+        if "x itself" not in end.message or end.cause:
+            raise
+        seen = PAIRS.plain(trial, name)
+        by = trial.run(written_probe, name, per_rank=[(x,) for x in seen.xs])
+        if all(own for own, changed in zip(by, each_rank(seen, "x_changed"), strict=True) if changed):
+            names = sorted({name for own in by for name in own})
+            end.cause = f"{' and '.join(names)} wrote into a part of x, and no collective was given x"
+            end.help = "split, chunk and narrow are views: += on one writes into x. Add into a clone() of it."
+        raise
+
+
 # gather_sequence
 
 
@@ -149,7 +194,7 @@ def gather_sends_one_of_each(trial: Trial) -> None:
 @check("gather_sequence")
 def gather_leaves_its_inputs_alone(trial: Trial) -> None:
     """Neither x nor the incoming gradient is changed."""
-    PAIRS.leave_inputs_alone(trial, "gather_sequence")
+    left_alone(trial, "gather_sequence")
 
 
 @check("gather_sequence")
@@ -222,7 +267,7 @@ def reduce_scatter_sends_one_of_each(trial: Trial) -> None:
 @check("reduce_scatter_sequence")
 def reduce_scatter_leaves_its_inputs_alone(trial: Trial) -> None:
     """Neither x nor the incoming gradient is changed."""
-    PAIRS.leave_inputs_alone(trial, "reduce_scatter_sequence")
+    left_alone(trial, "reduce_scatter_sequence")
 
 
 @check("reduce_scatter_sequence")
@@ -310,7 +355,7 @@ def scatter_sends_only_backward(trial: Trial) -> None:
 @check("scatter_sequence")
 def scatter_leaves_its_inputs_alone(trial: Trial) -> None:
     """Neither x nor the incoming gradient is changed."""
-    PAIRS.leave_inputs_alone(trial, "scatter_sequence")
+    left_alone(trial, "scatter_sequence")
 
 
 @check("scatter_sequence")

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, is_close
+from grader.checks import CheckEnded, Event, Fault, Trial, Verdict, check, exercise, is_close
 from lessons_shared.earlier import by_earlier_counts
 from lessons_shared.evaluation import HELP, LONGER, later_is_right, noted, without_gradients
 from lessons_shared.passes import of_what_was_cleared
+from lessons_shared.wire import wire_bytes
 from nanogpt.model import GPT
 
 from .model_losses import (
@@ -327,6 +328,30 @@ def a_second_backward_adds_its_gradient(trial: Trial) -> None:
     )
 
 
+def largest_of(events: list[Event]) -> str:
+    """The words for the largest of what was sent; "" for nothing."""
+    return f"the largest: {max(events, key=lambda e: e.num_bytes).describe()}" if events else ""
+
+
+def sums_cost_one_all_reduce(trial: Trial, events: list[Event], rank: int, num_bytes: int) -> None:
+    """A backward's collectives send no more than one all-reduce of all gradients, of so many bytes."""
+    n = trial.num_ranks
+    sent, allowed = wire_bytes(events, n), 2 * (n - 1) / n * num_bytes
+    gathered = sum(e.num_bytes for e in events if e.kind == "all_gather")
+    cause = (
+        f"each gradient is gathered from all ranks, and summed on each: an all-gather brings {n} of them, "
+        f"and sends n/2 = {n / 2:g} times what an all-reduce does"
+    )
+    trial.require(
+        sent <= allowed + FEW * (1 + len(events)),
+        f"the backward sent about {sent:,.0f} bytes through collectives, {largest_of(events)}; one "
+        f"all-reduce of each gradient sends {allowed:,.0f}",
+        help="Sum each parameter's gradient with one all-reduce a backward, and gather none.",
+        rank=rank,
+        cause=cause if abs(gathered - n * num_bytes) <= FEW * len(events) else "",
+    )
+
+
 @check("context_parallelize")
 def model_messages_go_to_neighbours(trial: Trial) -> None:
     """Keys and values travel as in ring attention, gradients once; no states or logits are gathered."""
@@ -337,26 +362,23 @@ def model_messages_go_to_neighbours(trial: Trial) -> None:
     parameters = sum(w.numel() * 4 for w in seen.weights.values())
     for r, result in enumerate(seen.results):
         recording = result["recording"]
-        for after, allowed, told in (("", 16 * b * s, "forward"), (BACKWARD, 2 * parameters, "backward")):
+        for after in ("", BACKWARD):
             events = recording.select(None, after)
             hops = [e for e in events if e.kind in ("send", "recv", "all_to_all")]
             neighbours_only(trial, hops, r, 4 * block)
             rest = [e for e in events if e not in hops]
-            total = sum(e.num_bytes for e in rest)
-            largest = max(rest, key=lambda e: e.num_bytes, default=None)
-            trial.require(
-                total <= allowed + FEW * (1 + len(rest)),
-                f"the {told} put {total:,} bytes through collectives, the largest: "
-                f"{largest.describe() if largest else ''}; "
-                + (
-                    "a few numbers a token are enough"
-                    if told == "forward"
-                    else "each gradient summed once is enough"
-                ),
-                help="Blocks of keys and values go from neighbour to neighbour; the loss needs a sum and a "
-                "count; a backward sums each parameter's gradient once.",
-                rank=r,
-            )
+            if after:
+                sums_cost_one_all_reduce(trial, rest, r, parameters)
+            else:
+                total = sum(e.num_bytes for e in rest)
+                trial.require(
+                    total <= 16 * b * s + FEW * (1 + len(rest)),
+                    f"the forward put {total:,} bytes through collectives, {largest_of(rest)}; a few "
+                    "numbers a token are enough",
+                    help="Blocks of keys and values go from neighbour to neighbour; the loss needs a sum "
+                    "and a count.",
+                    rank=r,
+                )
             if n > 1:
                 sends = SimpleNamespace(select=lambda kind, after, hops=hops: hops)
                 most = layers * (2 * (n - 1) + (2 * n if after else 0))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, settle
+from grader.checks import CheckEnded, Trial, settle
 
+from . import left_to_autograd
 from .ring_slips import by_parts, last_terms, wrong_formulas, wrong_journeys, wrong_outputs
 from .shared import (
     BACKWARD,
@@ -127,7 +128,12 @@ def observe(trial: Trial, kind: Kind) -> SimpleNamespace:
     """A run in which every message is late, by another time on each rank, and rank 0's by much."""
     seen = draw(trial, kind)
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
-    seen.results = trial.run(attend, kind.name, seen.length, per_rank=parts, delays=True)
+    try:
+        seen.results = trial.run(attend, kind.name, seen.length, per_rank=parts, delays=True)
+    except CheckEnded as end:
+        left_to_autograd.tell_those_without_use(trial, end, kind.name, parts)
+        raise
+    seen.by_autograd = cache(partial(left_to_autograd.kept_by_autograd, trial, kind.name, parts))
     heads = [x.double().transpose(1, 2) for x in (seen.q, seen.k, seen.v, seen.upstream)]
     seen.inputs = [x.requires_grad_() for x in heads[:3]]
     seen.d_out = heads[3]
@@ -248,11 +254,37 @@ def require_travel_while_computing(trial: Trial, seen: SimpleNamespace) -> None:
         "did not compute its second block before the second hop had arrived",
         help="At every step the same: start the hop, compute the block that is there, then wait.",
     )
+    cause = kept_with_each_hop(seen)
     trial.require(
         seen.results[0]["others_went_back"],
         "rank 0 began its backward late, and some other rank did not compute with its own block before rank "
         "0 had sent something: in backward the hop is waited for before the block is computed",
-        help="As in forward: start the hop, compute what the block that is there adds, then wait.",
+        help=(left_to_autograd.ONE if cause else "As in forward: ")
+        + "start the hop, compute what the block that is there adds, then wait.",
+        cause=cause,
+    )
+
+
+def alive_after_forward(seen: SimpleNamespace, r: int) -> float:
+    """In blocks: a rank's part of q, k, v or the output."""
+    return seen.results[r]["recording"].alive(BACKWARD) / seen.block
+
+
+def keeps_all(seen: SimpleNamespace, r: int) -> bool:
+    """Whether as much is alive after the forward as all keys and values are. Fewer ranks do not tell."""
+    n = len(seen.results)
+    return n > 3 and alive_after_forward(seen, r) >= 0.99 * (2 * (n - 1) + 1)
+
+
+def kept_with_each_hop(seen: SimpleNamespace) -> str:
+    """The cause where hops are left to autograd, which keeps what they bring; "" where they are not."""
+    last = len(seen.results) - 1  # it computes all blocks
+    if not keeps_all(seen, last) or not seen.by_autograd():
+        return ""
+    return (
+        "each hop is an autograd.Function of its own: autograd calls its backward between those of two "
+        f"blocks, and keeps the blocks that came: after the forward {alive_after_forward(seen, last):.1f} "
+        f"blocks are alive on rank {last}"
     )
 
 
@@ -273,13 +305,15 @@ def require_nothing_long(trial: Trial, seen: SimpleNamespace) -> None:
             "comes are two.",
             rank=r,
         )
-        alive = result["recording"].alive(BACKWARD)
+        cause = kept_with_each_hop(seen) if keeps_all(seen, r) else ""
         trial.require(
-            n < 4 or alive < 0.99 * (2 * (n - 1) + 1) * seen.block,
-            f"after the forward {alive / seen.block:.1f} blocks are alive on this rank (a block is its part "
-            f"of q, k, v or the output): the keys and values of all {n} ranks are kept for backward",
-            help="Keep your own q, k, v, out and lse. In backward keys and values travel again.",
+            not keeps_all(seen, r),
+            f"after the forward {alive_after_forward(seen, r):.1f} blocks are alive on this rank (a block is "
+            f"its part of q, k, v or the output): the keys and values of all {n} ranks are kept for backward",
+            help=(left_to_autograd.ONE if cause else "For backward: ")
+            + "keep your own q, k, v, out and lse; in backward keys and values travel again.",
             rank=r,
+            cause=cause,
         )
 
 
