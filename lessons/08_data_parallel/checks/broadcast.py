@@ -1,5 +1,7 @@
 """Checks of `broadcast_parameters`: equal weights everywhere."""
 
+from pathlib import Path
+from traceback import extract_tb
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,12 @@ def places(model: nn.Module) -> dict[str, int]:
     return {name: t.data_ptr() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
+OTHER_MEMORY = (
+    "parameters_to_vector() takes no weight that lies in memory in another order, and vector_to_parameters() "
+    "gives all of them other memory, in one dtype: broadcast each parameter in place instead"
+)
+
+
 def spread(rank: Any, seed: int, turned: bool = False) -> dict:
     """Broadcast; with `turned`, some tensors lie in memory in another order on all ranks but the first."""
     model = build(Mixed, seed).to(rank.device)
@@ -45,7 +53,13 @@ def spread(rank: Any, seed: int, turned: bool = False) -> dict:
     objects = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     before = places(model)
     with rank.record() as recording:
-        rank.submission.broadcast_parameters(model, rank.group)
+        try:
+            rank.submission.broadcast_parameters(model, rank.group)
+        except RuntimeError as error:
+            through = {Path(frame.filename).name for frame in extract_tb(error.__traceback__)}
+            if "convert_parameters.py" in through:
+                error.add_note(OTHER_MEMORY)
+            raise
     now = dict(model.named_parameters(remove_duplicate=False))
     return {
         "weights": weights(model),

@@ -144,8 +144,7 @@ def taken_for_finite(kinds: list[set[str]], taken: list[bool | None]) -> str:
 
 
 TAKEN_FOR_FINITE = (
-    "a loss of inf was taken for finite: isnan() is False of it, and its gradient may be finite; "
-    "ask loss.isfinite()"
+    "a loss of inf was taken for finite: it is no NaN, and its gradient may be finite; ask loss.isfinite()"
 )
 
 

@@ -63,6 +63,7 @@ def alternatives_to_the_mean(own: list[Tensor], mean: Tensor, sizes: list[int]) 
     return {
         **some,
         "the mean on rank 0, the sum on the others": [mean, *[total] * (n - 1)],
+        "the mean on rank 0, and on each of the others its own gradient still": [mean, *own[1:]],
         "the sum over ranks: divide by the number of ranks": total,
         NOTHING_AVERAGED: own,
         "the mean, divided by the number of ranks once more": mean / n,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import CheckEnded, Trial, check
+from grader.checks import CheckEnded, Fault, Trial, check, is_close
 
 from .means import (
     BOTH,
@@ -68,6 +68,7 @@ def passes(
     """
     model = build(Mixed, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=bucket_bytes)
+    after = []
     if other:
         beside = rank.submission.DataParallel(build(Skipping, seed).to(rank.device), rank.group)
     with rank.record() as recording:
@@ -92,7 +93,8 @@ def passes(
                     F.cross_entropy(wrapped(tokens, order), targets).backward()
                     recording.mark(FINISH)
                     wrapped.finish_gradient_synchronization()
-    return {"gradients": gradients(model), "recording": recording}
+            after.append(gradients(model))
+    return {"gradients": after[-1], "after": after, "recording": recording}
 
 
 def observe_passes(
@@ -113,7 +115,8 @@ def observe_passes(
         else ""
     ):
         results = trial.run(passes, seed, quiet, broken, other, cleared, bucket_bytes, per_rank=given)
-    first, drawn = drawn[0], drawn[-1:] if cleared else drawn
+    first, steps = drawn[0], [[each] for each in drawn]
+    drawn = steps[-1] if cleared else drawn
     expected, own = expected_gradients(seed, drawn)
     return SimpleNamespace(
         results=results,
@@ -121,6 +124,7 @@ def observe_passes(
         own=own,
         seed=seed,
         first=first,
+        steps=steps,
         drawn=drawn,
         sizes=sizes_of(drawn),
     )
@@ -156,7 +160,13 @@ def observe_corners(trial: Trial) -> SimpleNamespace:
 
 
 def observe_other_order(trial: Trial) -> SimpleNamespace:
-    return observe_passes(trial, [False], [BOTH, ("right", "left")])
+    return observe_passes(trial, [False], [BOTH, BOTH[::-1]])
+
+
+def observe_orders(trial: Trial) -> SimpleNamespace:
+    """Three steps in which odd ranks use the layers in the other order, and one in which no rank does."""
+    orders = [*[[BOTH, BOTH[::-1]]] * 3, [BOTH]]
+    return observe_passes(trial, [False] * len(orders), *orders, cleared=True)
 
 
 def observe_after_quiet(trial: Trial) -> SimpleNamespace:
@@ -169,9 +179,14 @@ def observe_two_steps(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False, False], [BOTH], [("left",), BOTH], cleared=True)
 
 
-def observe_later_use(trial: Trial) -> SimpleNamespace:
+def observe_later_use(trial: Trial, first: tuple[str, ...] = ("left",)) -> SimpleNamespace:
     """In the second step all ranks use a layer that none has used in the first, and all share a bucket."""
-    return observe_passes(trial, [False, False], [("left",)], [BOTH], cleared=True, bucket_bytes=2**20)
+    return observe_passes(trial, [False, False], [first], [BOTH], cleared=True, bucket_bytes=2**20)
+
+
+def observe_same_use(trial: Trial) -> SimpleNamespace:
+    """The same where all ranks have used it in the first, too."""
+    return observe_later_use(trial, BOTH)
 
 
 @check("DataParallel")
@@ -189,16 +204,35 @@ def a_step_counts_afresh(trial: Trial) -> None:
     """A layer that no rank has used in the step before is averaged, with all that are in its bucket."""
     help = "When a step ends, nothing of its gradients has come yet: forget which, or how many, had."
     seen = trial.once(observe_later_use)
-    require_gradients(trial, seen, "in a second step, the first that uses all layers,", counted_on, help)
+    slips = partial(counted_on, trial)
+    require_gradients(trial, seen, "in a second step, the first that uses all layers,", slips, help)
 
 
-def counted_on(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+def counted_on(trial: Trial, seen: SimpleNamespace, name: str) -> dict[str, Any]:
     """What is there if a bucket leaves when as many gradients have come as it has, over two steps."""
     own = [own[name] for own in seen.own]
-    return {
+    known: dict[str, Any] = {
         "each rank's own: its bucket left before it was there. What came in the step before, where a layer "
         "of the bucket was unused, was still counted": own
     }
+    if right_after_same_use(trial):
+        known[
+            "zero, and right after a step that has used all layers: something is kept of a step that has not"
+        ] = torch.zeros_like(own[0])
+    return known
+
+
+def right_after_same_use(trial: Trial) -> bool:
+    """Whether a second step that uses all layers is right after a first that has used them, too."""
+    try:
+        seen = trial.once(observe_same_use)
+    except CheckEnded:
+        return False
+    return all(
+        found is not None and is_close(found, seen.expected[name])
+        for name in trained(seen)
+        for found in by_rank(seen.results, "gradients", name)
+    )
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
@@ -302,20 +336,54 @@ def frozen_parameters_get_no_gradient(trial: Trial) -> None:
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)
 def order_of_hooks_does_not_matter(trial: Trial) -> None:
     """Where one rank's backward reaches two layers in the other order, gradients are not mixed up."""
-    seen = trial.once(observe_other_order)
-    for part in ("weight", "bias"):
-        left, right = (torch.stack([own[f"{side}.{part}"] for own in seen.own]) for side in BOTH)
-        odd = (torch.arange(trial.num_ranks) % 2 == 1).view(-1, *[1] * (left.dim() - 1))
-        mixed = torch.where(odd, right, left).mean(0), torch.where(odd, left, right).mean(0)
-        for side, i in (("left", 0), ("right", 1)):
-            own = [mixed[i] if r % 2 == 0 else mixed[1 - i] for r in range(trial.num_ranks)]
+    seen = trial.once(observe_orders)
+    by_step = [expected_gradients(seen.seed, step) for step in seen.steps]
+    owns = [own for _, own in by_step]
+    for number, (expected, _) in enumerate(by_step):
+        for name in IN_EITHER_ORDER:
             trial.close(
-                f"the gradient of {side}.{part}",
-                by_rank(seen.results, "gradients", f"{side}.{part}"),
-                seen.expected[f"{side}.{part}"],
-                alternatives={
-                    "the gradients of two layers mixed up: ranks sent them in different orders": own
-                },
+                f"the gradient of {name} in step {number + 1}",
+                found_after(seen, number, name),
+                expected[name],
+                alternatives=partial(mixed_slips, seen, owns, number, name),
                 help="Send bucket 0, 1, 2… in this order on all ranks, whichever is ready first.",
             )
     require_mean(trial, seen, help="Send buckets in one order on all ranks.")
+
+
+IN_EITHER_ORDER = [f"{side}.{part}" for part in ("weight", "bias") for side in BOTH]
+
+
+def found_after(seen: SimpleNamespace, number: int, name: str) -> list[Tensor | None]:
+    """By rank, a parameter's gradient after a step."""
+    return [result["after"][number][name] for result in seen.results]
+
+
+def mixed_up(own: list[dict[str, Tensor]], name: str) -> list[Tensor]:
+    """By rank, a layer's mean where it meets the other layer's on odd ranks."""
+    side, part = name.split(".")
+    names = [name, f"{BOTH[1 - BOTH.index(side)]}.{part}"]
+    met = [torch.stack([each[names[(r + s) % 2]] for r, each in enumerate(own)]).mean(0) for s in range(2)]
+    return [met[r % 2] for r in range(len(own))]
+
+
+def mixed_slips(
+    seen: SimpleNamespace, owns: list[list[dict[str, Tensor]]], number: int, name: str
+) -> dict[str, Fault]:
+    """What ranks that send in different orders have after a step: `owns` are their own gradients by step."""
+    kept = number > 0 and all(
+        found is not None and is_close(found, mixed)
+        for each in IN_EITHER_ORDER
+        for found, mixed in zip(found_after(seen, -1, each), mixed_up(owns[-1], each), strict=True)
+    )
+    cause, step = ORDER_KEPT if kept else ("ranks sent them in different orders", "")
+    return {f"the gradients of two layers mixed up: {cause}": Fault(mixed_up(owns[number], name), step)}
+
+
+ORDER_KEPT = (
+    "each rank sends in the order that its own backward took in a step before. In the last step all ranks "
+    "take the same, and mix them up as well",
+    "Deal out buckets in an order that all ranks share: the parameters' own, or the one that rank 0's "
+    "backward took, broadcast to all.",
+)
+"""Cause and next step where a first step is right, and later ones are not."""

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise
+
+from .lines import ShardedLine, WholeLine
 
 exercise(
     "clipped_step",
@@ -26,64 +27,6 @@ exercise(
 
 SIZE = 9
 """Of the sharded vector: on four ranks the shards have 3, 3, 3 and 0 elements."""
-
-
-class Gather(torch.autograd.Function):
-    """Shards to the whole vector; backward, the mean gradient of this rank's shard."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: Any, size: int) -> Tensor:
-        ctx.group, ctx.own = group, shard.numel()
-        per_rank = -(-size // group.size())
-        padded = torch.cat([shard, shard.new_zeros(per_rank - shard.numel())])
-        parts = [torch.empty_like(padded) for _ in range(group.size())]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat(parts)[:size]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        gradient /= ctx.group.size()
-        per_rank = -(-gradient.numel() // ctx.group.size())
-        start = ctx.group.rank() * per_rank
-        return gradient[start : start + ctx.own].clone(), None, None
-
-
-class ShardedLine(nn.Module):
-    """A line through points, its weights cut over the ranks; a rank whose shard is empty has no gradient.
-
-    A rank's shard is two parameters.
-    """
-
-    def __init__(self, whole: Tensor, group: Any) -> None:
-        super().__init__()
-        self.group, self.size = group, whole.numel()
-        per_rank = -(-self.size // group.size())
-        shard = whole[group.rank() * per_rank :][:per_rank]
-        self.parts = nn.ParameterList(nn.Parameter(p.clone(), p.numel() > 0) for p in shard.chunk(2))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.bystander = torch.zeros((), requires_grad=True)  # so that every rank's backward has a graph
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        shard = self.shard()
-        outputs = inputs @ Gather.apply(shard + self.bystander.to(shard.device), self.group, self.size)
-        return outputs, (outputs - targets).square().mean()
-
-    def shard(self) -> Tensor:
-        return torch.cat(list(self.parts))
-
-
-class WholeLine(nn.Module):
-    """The same in one process."""
-
-    def __init__(self, whole: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(whole.double())
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = inputs.double() @ self.weight
-        return outputs, (outputs - targets.double()).square().mean()
 
 
 MAX_NORMS = (0.5, 1e6)
@@ -107,10 +50,15 @@ def step_on_ranks(rank: Any, whole: Tensor, between: float, steps: Steps) -> dic
             "shard": module.shard().detach().clone(),
             "recording": recording,
         }
+    return result | {"partly held": norm_of_a_step(rank, whole, steps[0], partly=True)}
+
+
+def norm_of_a_step(rank: Any, whole: Tensor, step: tuple[Tensor, Tensor], partly: bool = False) -> Tensor:
+    """In float32; with `partly`, the optimizer holds one of the module's two parameters."""
     module = ShardedLine(whole, rank.group).to(rank.device)
-    optimizer = SGD([module.parts[0]], lr=0.1)
-    norm = rank.submission.clipped_step(module, optimizer, *steps[0], MAX_NORMS[0], rank.group)
-    return result | {"partly held": torch.as_tensor(norm).detach().to(torch.float32).reshape(())}
+    optimizer = SGD([module.parts[0]] if partly else module.parameters(), lr=0.1)
+    norm = rank.submission.clipped_step(module, optimizer, *step, MAX_NORMS[0], rank.group)
+    return torch.as_tensor(norm).detach().to(torch.float32).reshape(())
 
 
 @dataclass(frozen=True)
@@ -242,7 +190,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     try:
         results = trial.run(step_on_ranks, whole, between, per_rank=[(steps,) for steps in by_rank])
     except CheckEnded as end:
-        empty = [r for r in range(trial.num_ranks) if r * -(-SIZE // trial.num_ranks) >= SIZE]
+        empty = empty_shards(trial)
         told = {
             Verdict.HUNG: "makes other calls than its peers",
             Verdict.CRASHED: "raises where it computes with none",
@@ -272,12 +220,17 @@ def observe(trial: Trial) -> SimpleNamespace:
     )
 
 
-def returns_where_no_shard_is_empty(trial: Trial) -> bool:
+def empty_shards(trial: Trial) -> list[int]:
+    """The ranks that own nothing."""
+    return [r for r in range(trial.num_ranks) if r * -(-SIZE // trial.num_ranks) >= SIZE]
+
+
+def returns_where_no_shard_is_empty(trial: Trial, dtype: torch.dtype = torch.float32) -> bool:
     """Whether steps return on as many ranks whose shards have three numbers each."""
     size = 3 * trial.num_ranks
-    steps = [(torch.ones(4, size), torch.zeros(4))] * NUM_STEPS
+    steps = [(torch.ones(4, size, dtype=dtype), torch.zeros(4, dtype=dtype))] * NUM_STEPS
     try:
-        trial.run(step_on_ranks, torch.ones(size), 1.0, steps)
+        trial.run(step_on_ranks, torch.ones(size, dtype=dtype), 1.0, steps)
     except CheckEnded:
         return False
     return True
@@ -315,6 +268,37 @@ def norm_is_that_of_the_whole_gradient(trial: Trial) -> None:
         [norms[0] for norms in seen.by_max_norm[MAX_NORMS[0]].right.norms],
         alternatives={"it is the norm of what the optimizer holds": seen.first_parts},
         help="Ask module.parameters(): their gradients together are the whole one.",
+        rtol=1e-3,
+    )
+    if empty_shards(trial):
+        require_norm_in_double(trial)
+
+
+def require_norm_in_double(trial: Trial) -> None:
+    """A step of a float64 model, too, is one for all ranks, of which one owns nothing."""
+    whole = 3.0 * trial.normal(SIZE, dtype=torch.float64)
+    by_rank: list[Steps] = [
+        [(trial.normal(4, SIZE, dtype=torch.float64), trial.normal(4, dtype=torch.float64))]
+        for _ in range(trial.num_ranks)
+    ]
+    try:
+        norms = trial.run(norm_of_a_step, whole, per_rank=by_rank)
+    except CheckEnded as end:
+        if returns_where_no_shard_is_empty(trial, torch.float64):
+            end.cause = (
+                f"the model is in float64, and rank {empty_shards(trial)[0]} has no gradient, as its shard "
+                "is empty. In float32 all of it returns, and in float64 where every rank has a gradient"
+            )
+            end.help = (
+                "In which dtype is a sum of no squares? torch.zeros(()) is float32 until something in "
+                "float64 is added: start with loss.new_zeros(()), or in float64 on all ranks."
+            )
+        raise
+    trial.close(
+        "the norm of a step in float64",
+        norms,
+        in_one_process(whole, by_rank, MAX_NORMS[0], RIGHT, 1).norms[0][0],
+        help=HELP,
         rtol=1e-3,
     )
 

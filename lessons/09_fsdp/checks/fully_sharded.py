@@ -1,5 +1,6 @@
 """Checks of `FullySharded`: what it computes. What it keeps meanwhile is in residency.py."""
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
@@ -426,13 +427,23 @@ def parameters_are_this_ranks_shards(trial: Trial) -> None:
     sizes = [p.numel() for p in seen.starts[0].parameters()]
     total, largest = sum(sizes), max(sizes)
     counts = [sum(result["shards"]) for result in seen.results]
+    most = total / n + largest + n * len(sizes)
     for r, count in enumerate(counts):
+        cause, help = "", "The optimizer must see the shards alone: replace the GPT's parameters."
+        if count >= total:
+            cause = "they are the whole parameters"
+        if Counter(sizes) <= Counter(seen.results[r]["shards"]) and 0 < count - total <= most:
+            cause += f", and besides them {count - total} numbers, as many as a share has"
+            help = (
+                "A GPT that is an attribute is a submodule, and parameters() goes through it, too. It asks "
+                "named_parameters(): override that, to give the shards alone."
+            )
         trial.require(
-            count <= total / n + largest + n * len(sizes),
+            count <= most,
             f"parameters() have {count} numbers on it, and the model has {total}: a share is {total / n:.0f}",
-            help="The optimizer must see the shards alone: replace the GPT's parameters.",
+            help=help,
             rank=r,
-            cause="they are the whole parameters" if count >= total else "",
+            cause=cause,
         )
     rows = [(p.size(0), p.numel() // p.size(0)) for p in seen.starts[0].parameters()]
     padded = sum(-(-length // n) * n * width for length, width in rows) + n * len(sizes)

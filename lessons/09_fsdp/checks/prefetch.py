@@ -13,7 +13,7 @@ from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt, seeds
 from .residency import watch
 from .runs import IN_BOTH_MODES, require_in_evaluation, run
 from .training import train
-from .units import GATHERS, GATHERS_ALONE, most_ahead, num_bytes, sent_by
+from .units import GATHERS, GATHERS_ALONE, ORDER_OF_HOOKS, most_ahead, num_bytes, sent_by
 from .wire import SMALL, padded_bytes
 
 
@@ -113,8 +113,7 @@ def require_one_ahead(trial: Trial, seen: Any) -> None:
             most <= 2.5,
             f"in backward there is a moment at which {most:.3g} blocks are gathered and not reduced yet: two "
             "should be, the one that computes and the next",
-            help="Reduce and free the block behind before you send for one more. Hooks on one tensor are "
-            "called in the order in which they were registered.",
+            help=f"Reduce and free the block behind before you send for one more. {ORDER_OF_HOOKS}",
             rank=r,
             cause="a block is sent for before the one behind is reduced and freed",
         )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise, is_close
+from grader.checks import CheckEnded, Trial, check, exercise, is_close
 
 from .units import FROZEN, SHAPES, draw_tensors, make_parameters, whole_gradients
 from .wire import SMALL, travelled
@@ -111,6 +111,53 @@ def shards_get_the_mean(trial: Trial) -> None:
             help="Fill in zeros where a gradient is None, and return only where all of them are."
             if skipped(seen)
             else "Reduce-scatter sums, in rows of one size: pad, divide by n, cut the padding off.",
+        )
+    if n > 1:
+        require_mean_without_one(trial)
+
+
+ALONE = 3
+"""The parameter that, in another pass, has no gradient on the last rank, and has one on the others."""
+
+
+def reduce_once(rank: Any, tensors: list[Tensor], gradients: list[Tensor], without: tuple[int, ...]) -> dict:
+    given = make_parameters(tensors, rank.device)
+    unit = rank.submission.ShardedUnit(given, rank.group)
+    unit.gather()
+    give(given, gradients, without)
+    rank.submission.reduce_gradients(unit)
+    shard = unit.shards[ALONE]
+    return {"none": shard.numel() > 0 and shard.grad is None, "mean": whole_gradients([unit])}
+
+
+def require_mean_without_one(trial: Trial) -> None:
+    """A gradient that the last rank alone has not counts as zero, and all ranks make the same calls."""
+    n = trial.num_ranks
+    tensors, gradients = draw_tensors(trial), draw_tensors(trial)
+    without = [(FROZEN,)] * (n - 1) + [(FROZEN, ALONE)]
+    told = f"a parameter has no gradient on rank {n - 1} alone"
+    help = "Fill in zeros where a gradient is None: every rank makes the same calls, and n counts them all."
+    try:
+        results = trial.run(reduce_once, per_rank=list(zip(tensors, gradients, without, strict=True)))
+    except CheckEnded as end:
+        end.cause, end.help = f"{told}. Where one has none on all ranks, all of it returns", help
+        raise
+    for r, result in enumerate(results):
+        trial.require(
+            not result["none"],
+            f"{told}, and the shard that this rank has of it is left without a .grad",
+            help="The mean of the others' gradients, this one counting as zero, comes to every rank's shard.",
+            rank=r,
+        )
+    gradients[-1][ALONE].zero_()
+    for i, shape in enumerate(SHAPES):
+        own = by_parameter(gradients, i, (FROZEN,))
+        trial.close(
+            f"the gradient of the parameter of shape {shape}, where {told},",
+            [result["mean"][i] for result in results],
+            own.mean(0),
+            alternatives={"the mean over those ranks that have one": own[:-1].mean(0)} if i == ALONE else {},
+            help=help,
         )
 
 

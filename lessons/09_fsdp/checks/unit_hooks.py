@@ -14,6 +14,7 @@ from .units import (
     GATHERS,
     IDLE,
     NUM_BLOCKS,
+    ORDER_OF_HOOKS,
     REDUCES,
     WIDTH,
     ask_when,
@@ -426,8 +427,7 @@ def require_backward(trial: Trial, seen: Any, ahead: int) -> None:
             most <= 1 + ahead + 0.3,
             f"in backward there is a moment at which {most:.3g} units are gathered and not reduced yet, and "
             f"{1 + ahead} should be",
-            help="Reduce and free the unit behind first, and then gather. Hooks on one tensor are called in "
-            "the order in which they were registered.",
+            help=f"Reduce and free the unit behind first, and then gather. {ORDER_OF_HOOKS}",
             rank=r,
             cause="a unit is gathered, or sent for, before the one behind is reduced and freed",
         )

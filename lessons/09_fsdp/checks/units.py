@@ -127,6 +127,12 @@ GATHERS_ALONE = GATHERS[:4]
 REDUCES = ("reduce_scatter", "reduce", "all_to_all", "send")
 
 
+ORDER_OF_HOOKS = (
+    "Hooks on one tensor are called in the order in which they were registered, and a module's "
+    "full_backward_pre_hook before all that its forward hooks have hung on its output."
+)
+
+
 def most_ahead(events: Sequence[Any]) -> float:
     """Bytes: by how much gathers are at most ahead of reductions; 0 where a kind could be either."""
     gathered = reduced = 0
