@@ -448,6 +448,17 @@ def test_who_stands_elsewhere_than_in_its_message_does_not_blame_its_peer() -> N
     assert "waiting in" not in words
 
 
+def test_who_sends_to_a_rank_that_has_finished_is_not_told_to_receive_first() -> None:
+    def send_to_one_who_left() -> None:
+        group = dist.group.WORLD
+        if group.rank() == 0:
+            dist.isend(torch.ones(1000), group=group, group_dst=1).wait()
+
+    words = words_of(send_to_one_who_left, ranks=2)
+    assert "Every message needs its receive: what makes rank 1 return without this one?" in words
+    assert "Start the receive" not in words
+
+
 def test_who_receives_from_the_wrong_neighbour_is_named() -> None:
     def confuse() -> None:
         group = dist.group.WORLD

@@ -54,7 +54,7 @@ def step_on_ranks(rank: Any, whole: Tensor, between: float, steps: Steps) -> dic
 
 
 def norm_of_a_step(rank: Any, whole: Tensor, step: tuple[Tensor, Tensor], partly: bool = False) -> Tensor:
-    """In float32; with `partly`, the optimizer holds one of the module's two parameters."""
+    """What a step returns, as float32; with `partly`, the optimizer holds one of the two parameters."""
     module = ShardedLine(whole, rank.group).to(rank.device)
     optimizer = SGD([module.parts[0]] if partly else module.parameters(), lr=0.1)
     norm = rank.submission.clipped_step(module, optimizer, *step, MAX_NORMS[0], rank.group)
