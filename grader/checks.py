@@ -1,6 +1,6 @@
 """All that a lesson's checks import: to declare, to try, to compare, to explain, and to measure on a rank."""
 
-from grader.beside.measure import kept_for_backward, settle, storage_bytes, tensors_in
+from grader.beside.measure import graph_of, kept_for_backward, settle, storage_bytes, tensors_in
 from grader.judging.aids import (
     BACKWARD,
     backward,
@@ -52,6 +52,7 @@ __all__ = [
     "each_rank",
     "exercise",
     "explain_answers",
+    "graph_of",
     "is_close",
     "kept_for_backward",
     "named_cause",

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 T = TypeVar("T")
 PLAIN = frozenset((Tensor, nn.Parameter))
@@ -54,6 +55,17 @@ def ask(question: Callable[[Tensor], T], tensor: Tensor) -> T:
         return question(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return question(tensor)
+
+
+def graph_of(output: Tensor) -> set[Node]:
+    """The nodes of the graph that a backward from here may call."""
+    waiting, found = [output.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

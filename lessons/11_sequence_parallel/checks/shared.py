@@ -17,6 +17,7 @@ from grader.checks import (
     Trial,
     Verdict,
     each_rank,
+    graph_of,
     of_ranks,
     storage_bytes,
     tensors_in,
@@ -90,15 +91,10 @@ def used_parameters(module: nn.Module, call: Callable[[], Tensor], frozen: list[
     for name in frozen:
         named[name].requires_grad_(False)
     y = call()
-    nodes, seen = [y.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
+    below = graph_of(y)
     if frozen:
         y.sum().backward()
-    reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    reached = {id(node.variable) for node in below if hasattr(node, "variable")}
     return [name for name, parameter in named.items() if id(parameter) in reached]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.checks import CheckEnded, Trial, Verdict, each_rank, tensors_in
+from grader.checks import CheckEnded, Trial, Verdict, each_rank, graph_of, tensors_in
 
 ONE = "Let one autograd.Function make the whole ring, and write its backward: "
 """Begins the next step."""
@@ -54,12 +54,7 @@ def through_every_hop(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream
     leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (q, k, v)]
     with Hops() as hops:
         out = getattr(rank.submission, name)(*leaves, rank.group)
-    nodes, below = [out.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in below:
-            below.add(node)
-            nodes += [following for following, _ in node.next_functions]
+    below = graph_of(out)
     needed = sum(any(x.grad_fn in below for x in brought) for brought in hops.brought)
     all_of_them = [out, *(0.0 * x.sum() for brought in hops.brought for x in brought)]
     sum(all_of_them).backward(upstream.transpose(1, 2))
