@@ -84,7 +84,7 @@ def share_loss(loss_sum: Tensor, num_counted: Tensor | int, group: ProcessGroup)
     # answer
     counted = torch.as_tensor(num_counted, device=loss_sum.device).clone()
     dist.all_reduce(counted, group=group)
-    return loss_sum / counted * group.size()
+    return (loss_sum.double() / counted * group.size()).to(loss_sum.dtype)
     # end of answer
 
 

@@ -259,3 +259,18 @@ def test_right_answers_have_no_races(name: str, monkeypatch: pytest.MonkeyPatch)
     assert report.verdict == Verdict.PASSED
     assert any(evidence.events for evidence in seen)
     assert [race for evidence in seen for race in evidence.races] == []
+
+
+def has_no_handle(rank):
+    """What NCCL gives for a collective that its stream puts in order, and for one message of a batch."""
+    unbox, dist.Work.unbox = dist.Work.unbox, lambda handle: None
+    try:
+        x = torch.ones(4)
+        dist.all_reduce(x, group=rank.group)
+    finally:
+        dist.Work.unbox = unbox
+    return x + 1
+
+
+def test_what_has_no_handle_is_not_on_its_way() -> None:
+    assert races(has_no_handle) == [[], []]

@@ -229,6 +229,41 @@ def test_mounts_below_tmp_and_no_shared_memory_hinder_nothing(tmp_path: Path, is
     assert (done.stdout, done.stderr) == ("''\n", "")
 
 
+def name_a_thread_and_write_to_the_kernel(rank) -> list[str]:
+    refused = []
+    for path in (
+        "/proc/self/comm",
+        "/proc/sys/kernel/core_pattern",
+        "/proc/sysrq-trigger",
+        "/proc/irq/default_smp_affinity",
+    ):
+        try:
+            with open(path, "r+b") as file:
+                file.write(b"loader" if path.endswith("comm") else b"")
+        except OSError:
+            refused.append(path)
+    return refused
+
+
+@pytest.mark.parametrize("gpus", [[], ["null"]], ids=["without", "with"])
+def test_threads_can_be_named_where_there_is_a_gpu_and_nothing_of_the_kernels(
+    gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA names its threads, and does not start where it can not."""
+    monkeypatch.setattr("grader.ranks.isolation._gpu_devices", lambda: gpus)
+    launcher = Launcher(Isolation("on"))
+    try:
+        own, *kernels = (
+            "/proc/self/comm",
+            "/proc/sys/kernel/core_pattern",
+            "/proc/sysrq-trigger",
+            "/proc/irq/default_smp_affinity",
+        )
+        assert ask(launcher, name_a_thread_and_write_to_the_kernel) == ([] if gpus else [own]) + kernels
+    finally:
+        launcher.close()
+
+
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has the programs, but does not allow the last step."""

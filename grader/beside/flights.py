@@ -216,8 +216,10 @@ class Flights:
         caller = _caller()
         if len(handles) != 1 or caller is None:
             return
-        sends, fills = _buffers(func._opname, args, event)
         handle = dist.Work.unbox(handles[0])
+        if handle is None:  # NCCL has none for what its stream puts in order, nor for one message of a batch
+            return
+        sends, fills = _buffers(func._opname, args, event)
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(args[:1]))
         too_soon = _meet(fills, self._unread)
         flight = Flight(event, fills, sends, event.kind in ("send", "recv") and on_cpu, too_soon)

@@ -133,7 +133,7 @@ def run_worker(
         os.chdir(directory)
         device = torch.device("cpu")
         if header["device"] == "cuda":
-            device = torch.device("cuda", world_rank)
+            device = _gpu(world_rank)
         group = _start_group(world_rank, header, directory, device)
     except Exception as error:
         answer(b"X", dumps(_why_not_connected(error, header["shut_in"])).encode())
@@ -269,6 +269,14 @@ def _start_group(world_rank: int, header: dict[str, Any], directory: Path, devic
     if len(members) == header["world_size"]:
         return dist.group.WORLD
     return dist.new_group(members)
+
+
+def _gpu(world_rank: int) -> torch.device:
+    """The GPU of a rank; where NCCL allows it, ranks share what there is."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise RuntimeError("this machine has no CUDA GPU that torch can use")
+    return torch.device("cuda", world_rank % count)
 
 
 def _learner_code(order: dict[str, Any]) -> Callable[[str], bool]:

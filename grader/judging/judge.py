@@ -1,5 +1,6 @@
 """Grades: for every exercise asked for, every check in every layout of ranks, and what came of it."""
 
+import os
 import secrets
 import time
 import traceback
@@ -21,6 +22,8 @@ from grader.ranks.faults import CannotGradeError, keep_traceback
 from grader.ranks.launcher import Code, Launcher
 from grader.ranks.limits import Limits
 
+RANKS_SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable by which NCCL 2.30 and newer lets several ranks have one GPU, where it is 1."""
 ENDINGS_UNTIL_SKIP = 2
 """After so many runs of one exercise that ended early, the rest of its checks is skipped."""
 
@@ -187,10 +190,12 @@ def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tupl
     count = torch.cuda.device_count()
     if count == 0:
         raise CannotGradeError("this machine has no CUDA GPU that torch can use: leave the device at cpu")
+    if os.environ.get(RANKS_SHARE_GPUS) == "1":
+        return layouts, ()
     possible = [layout for layout in layouts if layout.world_size <= count]
     if len(possible) == len(layouts):
         return layouts, ()
-    left_out = ", ".join(str(x.world_size) for x in layouts if x not in possible)
+    left_out = ", ".join(map(str, sorted({x.world_size for x in layouts if x not in possible})))
     return possible, (
         f"NCCL needs a GPU a rank, and this machine has {count}: left out world size {left_out}",
     )

@@ -187,6 +187,8 @@ class Trial:
 
     Attributes:
         num_ranks: size of the group, n.
+        device: the kind of device that the ranks compute on. Random numbers that are expected of them, such
+            as dropout's, have to be drawn there.
         rng: Python random numbers of the check that runs.
         reused: whether a run had ranks that had worked before. What fails then must fail `apart` as well.
         tries_again: whether it is asked to; else what fails at first counts.
@@ -229,7 +231,7 @@ class Trial:
         self.reused = False
         self._locate = locate
         self._limits = limits
-        self._device = device
+        self.device = torch.device(device)
         self._distributed = distributed
         self._seen: dict[Callable[..., Any], Any] = {}
         self._told: dict[Callable[..., Any], Evidence] = {}
@@ -353,7 +355,7 @@ class Trial:
             group=self.layout.group,
             world_size=self.layout.world_size,
             distributed=self._distributed,
-            device=self._device,
+            device=self.device.type,
             seeds=seeds or [self.seed() for _ in range(self.num_ranks)],
             delay_seed=self.seed() if delays else None,
         )

@@ -64,7 +64,9 @@ def enter(plan: dict) -> None:
             Path("/proc/sys", limit).write_text("0")
     _call("umount2", OUTSIDE, MNT_DETACH)
     os.rmdir(OUTSIDE)
-    _make_read_only()
+    if plan["threads_have_names"]:
+        _keep_the_kernels_files_apart()
+    _make_read_only(but=["/proc"] if plan["threads_have_names"] else [])
     _drop_privileges()
     os.chdir(plan["directory"])
     os.execv(plan["command"][0], plan["command"])
@@ -110,12 +112,19 @@ def _hide(path: str) -> None:
         _call("mount", "/dev/null", path, "none", MS_BIND, "")
 
 
-def _make_read_only() -> None:
-    """All but the fresh folders, keeping each mount's other flags (the kernel insists)."""
+def _keep_the_kernels_files_apart() -> None:
+    """Whatever is in /proc and no process's becomes a mount of its own, to be made read-only alone."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() and not entry.is_symlink():
+            _call("mount", str(entry), str(entry), "none", MS_BIND, "")
+
+
+def _make_read_only(but: list[str]) -> None:
+    """All but the fresh folders and these, keeping each mount's other flags (the kernel insists)."""
     for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n")[:-1]:
         fields = line.split(" ")  # a folder's name may hold any other space or line's end
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-        if point == "/tmp" or point.startswith("/dev/"):
+        if point in ("/tmp", *but) or point.startswith("/dev/"):
             continue
         options = set(fields[5].split(","))
         kept = sum(KEPT_FLAGS.get(option, 0) for option in options)

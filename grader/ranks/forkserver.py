@@ -37,6 +37,7 @@ WARM_UP = (
     "torch.distributed.tensor.parallel",
     "torch.profiler._cupti_monitor",
     "torch.utils.flop_counter",
+    "torch._dynamo",  # which puts a torch.manual_seed of its own in place when it is first needed
     "nanogpt.data",
     "nanogpt.parallel",
 )
@@ -47,14 +48,18 @@ needed: some of it is torch's private affair, which comes and goes with its vers
 """
 
 
-def main() -> None:
-    """Serve runs until the judge closes its end."""
+def warm_up() -> None:
+    """Import what ranks need. Nothing may ask CUDA for its devices: a fork of who did can not use them."""
     for module in WARM_UP:
         with contextlib.suppress(Exception):  # not there, or being edited: who needs it will hear why
             importlib.import_module(module)
-    torch.compiler.reset()  # torch's compiler puts its own torch.manual_seed in place when it is first needed
-    with contextlib.suppress(Exception):  # and its own nn.Module.__init__, as flex_attention needs it
+    with contextlib.suppress(Exception):  # torch's compiler has an nn.Module.__init__ of its own, too
         importlib.import_module("torch._dynamo.mutation_guard").install_generation_tagging_init()
+
+
+def main() -> None:
+    """Serve runs until the judge closes its end."""
+    warm_up()
     gc.freeze()  # a rank that collects its garbage must not copy every page that holds an object of ours
     gc.enable()
     control = socket.socket(fileno=int(sys.argv[1]))

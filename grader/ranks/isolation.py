@@ -89,6 +89,7 @@ def isolated_command(command: list[str], isolation: Isolation) -> list[str]:
         "links": links,
         "devices": [*DEVICES, *_gpu_devices()],
         "hidden": [str(path) for path in hidden],
+        "threads_have_names": bool(_gpu_devices()),  # CUDA does not start where it can not give them
     }
     return [
         *_UNSHARE,

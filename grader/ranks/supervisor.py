@@ -62,6 +62,8 @@ WAITING_CPU = 0.02
 THREADS_PATIENCE = 3
 """How many times as long a rank may only wait whose other threads compute: gloo's may spin for ever."""
 OUTPUT_LIMIT = 64 * 1024
+CUDA_BYTES = 3 * 2**30
+"""That a rank on a GPU may take beyond its limit: CUDA, its libraries, and NCCL's buffers on the machine."""
 
 
 @dataclass
@@ -389,7 +391,8 @@ class _Run:
             self._wake_fork_server()
         if num_threads > self.header["max_threads"]:
             self.ended = "threads"
-        if rss > self.header["memory_bytes"]:
+        cuda = len(self.ranks) * CUDA_BYTES if self.header["device"] == "cuda" else 0
+        if rss > self.header["memory_bytes"] + cuda:
             self.ended = "memory"
         mains, others = zip(*self.cpu.values(), strict=True) if self.cpu else ((), ())
         return sum(mains), sum(others), runnable

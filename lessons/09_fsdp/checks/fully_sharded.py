@@ -473,15 +473,15 @@ def observe_dropout(trial: Trial) -> SimpleNamespace:
     numbers = seeds(trial)
     data = [batches[0] for batches in draw(trial, 1)]
     results = run(trial, drop, model_seed, per_rank=[(s, *d) for s, d in zip(numbers, data, strict=True)])
-    model = build(dropping_gpt, model_seed, torch.float64)
+    model = build(dropping_gpt, model_seed, torch.float64).to(trial.device)
     losses = []
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         for number, batch in zip(numbers, data, strict=True):
             torch.manual_seed(number)
-            losses.append(model(*batch)[1])
+            losses.append(model(*(each.to(trial.device) for each in batch))[1])
     mean(losses).backward()
     SGD(model.parameters(), lr=1.0).step()
-    return SimpleNamespace(results=results, expected=weights(model))
+    return SimpleNamespace(results=results, expected=weights(model.cpu()))
 
 
 @check("FullySharded", world_sizes=(2,), subgroup=False)

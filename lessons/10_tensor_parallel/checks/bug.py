@@ -147,7 +147,7 @@ MULTI_QUERY_CUTS = {"query.weight": 0, "query.bias": 0, "project.weight": 1}
 
 
 def multi_query_probe(rank, width: int, num_heads: int, weights: dict, x: Tensor, upstream: Tensor) -> dict:
-    layer = rank.submission.MultiQueryAttention(width, num_heads, group=rank.group)
+    layer = rank.submission.MultiQueryAttention(width, num_heads, group=rank.group).to(rank.device)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(weights[name])
