@@ -41,4 +41,4 @@ def test_every_reference_passes_on_nccl(isolation: str, tmp_path: Path) -> None:
     exercises = json.loads(report.read_text())["exercises"]
     failed = [each["name"] for each in exercises if each["verdict"] not in ("passed", "skipped")]
     assert not failed, done.stdout
-    assert sum(each["verdict"] == "passed" for each in exercises) > len(exercises) * 0.9
+    assert sum(each["verdict"] == "passed" for each in exercises) >= 80
