@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from grader.judging.verdicts import Verdict
-from grader.ranks.isolation import Isolation, isolated_command
+from grader.ranks.isolation import Isolation, isolated_command, why_not
 from grader.ranks.launcher import ROOT, CannotGradeError, Code, Launcher, Limits
 from tests.attempts import look, twisted
 
@@ -229,17 +229,16 @@ def test_mounts_below_tmp_and_no_shared_memory_hinder_nothing(tmp_path: Path, is
     assert (done.stdout, done.stderr) == ("''\n", "")
 
 
+OWN = "/proc/self/comm"
+KERNELS = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/irq/default_smp_affinity")
+
+
 def name_a_thread_and_write_to_the_kernel(rank) -> list[str]:
     refused = []
-    for path in (
-        "/proc/self/comm",
-        "/proc/sys/kernel/core_pattern",
-        "/proc/sysrq-trigger",
-        "/proc/irq/default_smp_affinity",
-    ):
+    for path in (OWN, *KERNELS):
         try:
             with open(path, "r+b") as file:
-                file.write(b"loader" if path.endswith("comm") else b"")
+                file.write(b"loader" if path == OWN else b"")
         except OSError:
             refused.append(path)
     return refused
@@ -250,16 +249,12 @@ def test_threads_can_be_named_where_there_is_a_gpu_and_nothing_of_the_kernels(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA names its threads, and does not start where it can not."""
+    if why_not():
+        pytest.skip(f"isolation is not to be had here: {why_not()}")
     monkeypatch.setattr("grader.ranks.isolation._gpu_devices", lambda: gpus)
     launcher = Launcher(Isolation("on"))
     try:
-        own, *kernels = (
-            "/proc/self/comm",
-            "/proc/sys/kernel/core_pattern",
-            "/proc/sysrq-trigger",
-            "/proc/irq/default_smp_affinity",
-        )
-        assert ask(launcher, name_a_thread_and_write_to_the_kernel) == ([] if gpus else [own]) + kernels
+        assert ask(launcher, name_a_thread_and_write_to_the_kernel) == [*([] if gpus else [OWN]), *KERNELS]
     finally:
         launcher.close()
 

@@ -10,7 +10,8 @@ What holds, and for whom:
   ranks have started ends with their run. Inputs are drawn anew for every grading.
 - Shut in. The kernel keeps out of reach: the reference, its history, the checks, other people's files and
   sockets, the judge's processes and variables, the network, and every place to write but two fresh folders,
-  which exercises that are lent a part of the reference share with no others. No process outlives its server.
+  which exercises that are lent a part of the reference share with no others (with a GPU also what a process
+  may change of itself in /proc: CUDA names its threads there). No process outlives its server.
   Who grades as root has ranks that are root in name: no capability, no device, no setting of the kernel.
 - Not shut in. grader.beside.tampering refuses what a person would try: opening, importing or printing the
   reference. Code that calls the C library, or what opens files in C++ such as torch.from_file, or a program
