@@ -475,7 +475,8 @@ def observe_dropout(trial: Trial) -> SimpleNamespace:
     results = run(trial, drop, model_seed, per_rank=[(s, *d) for s, d in zip(numbers, data, strict=True)])
     model = build(dropping_gpt, model_seed, torch.float64).to(trial.device)
     losses = []
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    gpus = range(torch.cuda.device_count()) if trial.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):
         for number, batch in zip(numbers, data, strict=True):
             torch.manual_seed(number)
             losses.append(model(*(each.to(trial.device) for each in batch))[1])
