@@ -24,7 +24,7 @@ You add numbers, e.g. two of them. A second sentence.
 from operator import add, mul
 
 def check(exercise):
-    print(exercise.__name__, "passed")
+    display({"text/plain": f"{exercise.__name__} passed"}, raw=True)
 ```
 
 ## Build
@@ -426,7 +426,7 @@ def test_the_solved_notebook_is_executed_and_the_same_twice(course: Path, lesson
     first = {p: p.read_bytes() for p in (lesson.learner_notebook, lesson.solved_notebook)}
     notebook = nbformat.read(lesson.solved_notebook, as_version=4)
     cells = {cell.id: cell for cell in notebook.cells}
-    assert cells["check-Adder"].outputs[0].text == "Adder passed\n"
+    assert build.report_of(cells["check-Adder"]) == "Adder passed"
     assert "the bug" not in cells["exercise-average"].source
     assert set(notebook.metadata) == {"kernelspec", "language_info", "scale_by_hand"}
     assert command.main(["--root", str(course), "--force"]) == 0
@@ -465,6 +465,15 @@ def test_a_failing_solved_cell_is_named_with_its_line(lesson: Lesson) -> None:
     lesson.text_path.write_text(TEXT.replace("Adder(1)(2), START", "1 / 0", 1))
     line = line_of(TEXT, "print(total")
     with pytest.raises(LessonError, match=rf"lesson\.md:{line}: [\s\S]*ZeroDivisionError"):
+        build.build_lesson(lesson, say=quiet)
+    assert not lesson.solved_notebook.exists()
+
+
+@pytest.mark.slow
+def test_a_check_that_did_not_pass_is_not_shown_as_solved(lesson: Lesson) -> None:
+    lesson.text_path.write_text(TEXT.replace(" passed", ": grader error"))
+    line = line_of(lesson.text_path.read_text(), 'exercise="total"')
+    with pytest.raises(LessonError, match=rf"lesson\.md:{line}: total did not pass: total: grader error"):
         build.build_lesson(lesson, say=quiet)
     assert not lesson.solved_notebook.exists()
 

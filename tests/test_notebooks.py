@@ -31,7 +31,7 @@ def test_every_check_of_the_solved_notebook_passed(lesson: Lesson) -> None:
     checks = [c for c in nbformat.read(lesson.solved_notebook, as_version=4).cells if "check" in c.metadata]
     assert [cell.metadata["check"] for cell in checks] == list(lesson.exercises)
     for cell in checks:
-        assert "passed" in report_of(cell).splitlines()[0], cell.outputs
+        assert "passed" in build.report_of(cell).splitlines()[0], cell.outputs
 
 
 @each_lesson
@@ -74,15 +74,7 @@ def test_the_learners_notebook_runs_before_anything_is_solved(lesson: Lesson) ->
             assert forgiven, f"{cell.source}\n{error.evalue}"
             never_assigned |= assigned_names(cell.source)
         if "check" in cell.metadata:
-            assert "not attempted" in report_of(cell).splitlines()[0], cell.outputs
-
-
-def report_of(cell: nbformat.NotebookNode) -> str:
-    """What `check` showed as text; a picture may follow it."""
-    shown = [
-        output.data.get("text/plain", "") for output in cell.outputs if output.output_type == "display_data"
-    ]
-    return next(text for text in shown if text)
+            assert "not attempted" in build.report_of(cell).splitlines()[0], cell.outputs
 
 
 def is_shown_alone(cell: nbformat.NotebookNode) -> bool:

@@ -168,7 +168,16 @@ def execute_notebook(lesson: Lesson, notebook: NotebookNode, say: Say) -> Notebo
     notebook.metadata = metadata  # nbclient adds the version of Python
     for cell in notebook.cells:
         _refuse_local_paths(lesson, cell)
+        _refuse_what_did_not_pass(lesson, cell)
     return notebook
+
+
+def report_of(cell: NotebookNode) -> str:
+    """What `check` showed as text; a picture may follow it."""
+    shown = [
+        output.data.get("text/plain", "") for output in cell.outputs if output.output_type == "display_data"
+    ]
+    return next((text for text in shown if text), "")
 
 
 class _SlowCells:
@@ -209,3 +218,11 @@ def _refuse_local_paths(lesson: Lesson, cell: NotebookNode) -> None:
         first = cell.source.strip().splitlines()[0]
         line = lesson.text[: lesson.text.find(first)].count("\n") + 1
         raise LessonError(lesson.text_path, line, f"the output of this cell names a local folder: {first}")
+
+
+def _refuse_what_did_not_pass(lesson: Lesson, cell: NotebookNode) -> None:
+    """A solved notebook shows no exercise that failed, nor one that could not be graded."""
+    if "check" in cell.metadata and "passed" not in report_of(cell).partition("\n")[0]:
+        name = cell.metadata["check"]
+        message = f"{name} did not pass: {report_of(cell) or 'check showed nothing'}"
+        raise LessonError(lesson.text_path, lesson.line_of(name), message)
