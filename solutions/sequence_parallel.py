@@ -271,8 +271,8 @@ def sequence_parallel_block(block: Block, group: ProcessGroup) -> Block:
     dropouts on it see s/n tokens; attention and MLP are tensor parallel between an all-gather and a
     reduce-scatter. After backward every gradient is complete, over two passes as well, and the same on every
     rank where the parameter is replicated. The ranks' dropouts drop different elements, also if the ranks
-    share a seed (that of the attention's probabilities is free). So do the two dropouts of a rank. Changes
-    and returns the given block.
+    share a seed (that of the attention's probabilities is free). So do the two dropouts of a rank, and two
+    calls. Changes and returns the given block.
 
     Raises:
         ValueError: the number of heads is not divisible by the number of ranks; nothing was changed.
@@ -343,7 +343,7 @@ def sequence_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     the parameter is replicated. The forward sends at most half an all-reduce of (b, s, h) more than tensor
     parallelism's; the backward may gather tokens again. Parameter names stay GPT's; `lm_head` and `wte` stay
     tied. No two dropouts of the stream drop the same elements, of one rank or of two, however the ranks are
-    seeded.
+    seeded; nor do two calls.
 
     Raises:
         ValueError: n_head is not divisible by the number of ranks, and nothing was changed.

@@ -78,7 +78,9 @@ def left_alone(
     trial.require(
         not result["x_changed"],
         f"x itself was changed by the call{where}",
-        help=help or "Work on a copy: collectives write into the tensor they are given.",
+        help=help
+        or "Work on a copy: a collective writes into the tensor it is given, and += on a view into what it "
+        "is a view of.",
         rank=rank,
         cause=cause,
     )

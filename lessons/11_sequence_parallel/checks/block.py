@@ -28,7 +28,7 @@ from lessons_shared.wire import computes_a_share, sends_at_most
 from nanogpt.model import Block, GPTConfig
 
 from .gradients import attention_gradients_are_right, block_gradients_are_right
-from .masks import drop_as_seen, masks_differ, watch
+from .masks import drop_as_seen, marked, masks_differ, watch
 from .shared import (
     FEWER,
     SIZES,
@@ -181,7 +181,8 @@ def observe_block(trial: Trial) -> SimpleNamespace:
     plain = [block_case(trial, bias) for bias in ((True, False) if trial.in_full else (True,))]
     config = small_config(trial, dropout=RATE, bias=True, n_embd=36)
     block = drawn_alike(Block(GPTConfig(**config)), trial)
-    weights = weights_of(block)
+    weights = marked(weights_of(block))
+    block.load_state_dict(weights)
     x, upstream = (trial.normal(2, 12, config["n_embd"]) for _ in range(2))
     base = trial.integer(1, 10**6)
     kinds = {"the ranks share a seed": [base] * n} if n in FEWER else {}

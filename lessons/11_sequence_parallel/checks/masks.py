@@ -1,4 +1,7 @@
-"""What was dropped, read off the residual stream; and the dense model with the same elements dropped."""
+"""What was dropped, read off the residual stream; and the dense model with the same elements dropped.
+
+Whatever a block is made of: its branches add numbers by which they are known (`marked`).
+"""
 
 import math
 from types import SimpleNamespace
@@ -11,6 +14,34 @@ from lessons_shared.cut_gpt import local
 
 PLACES = ("in", "middle", "out")
 """Of a block: what enters it, what its second norm reads, what leaves it."""
+MARKS = {"attn.c_proj": 1.0, "mlp.c_proj": 3.0}
+"""What each branch adds, nearly, where it is not dropped: what leaves a block tells what both dropped."""
+FAINT = 0.02
+"""Of a marked branch, what part of its numbers depends on its input and its weights."""
+
+
+def marked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a block or a model, of which every branch adds its mark, and a little of its own."""
+    faint = dict(weights)
+    for layer, mark in MARKS.items():
+        for name in weights:
+            if name.endswith(f"{layer}.weight"):
+                faint[name] = FAINT * weights[name]
+            elif name.endswith(f"{layer}.bias"):
+                faint[name] = mark + FAINT * weights[name]
+    return faint
+
+
+def read(stream: dict[str, Tensor], rate: float) -> tuple[Tensor, Tensor] | None:
+    """Which elements attention and MLP kept; None where they added neither nothing nor their marks."""
+    attention, mlp = MARKS.values()
+    levels = torch.tensor([0.0, attention, mlp, attention + mlp])
+    for kept in (1 - rate, 1.0):  # as dropout scales what it keeps, or not
+        added = kept * (stream["out"] - stream["in"]).float().cpu()
+        if (added.unsqueeze(-1) - levels).abs().amin(-1).max() < 0.3:
+            by_mlp = added > mlp - attention
+            return added - mlp * by_mlp > attention / 2, by_mlp
+    return None
 
 
 def watch(blocks) -> tuple[list[dict], list]:
@@ -33,26 +64,42 @@ def watch(blocks) -> tuple[list[dict], list]:
     return seen, hooks
 
 
-def patterns(results: list[dict], which: str, embedded: bool) -> list[tuple[str, list[Tensor]]]:
-    """(what was dropped, which elements stayed, by rank), as far as every rank's stream could be seen."""
-    found = []
+def patterns(
+    results: list[dict], which: str, rate: float, embedded: bool
+) -> list[tuple[str, list[Tensor] | None]]:
+    """(what was dropped, which elements stayed, by rank), as far as every rank's stream could be seen.
+
+    None in place of the elements where what was added tells nothing of what was dropped.
+    """
+    found: list[tuple[str, list[Tensor] | None]] = []
     for number in range(len(results[0][which])):
         streams = [result[which][number] for result in results]
-        if any(set(stream) != set(PLACES) for stream in streams):
+        if not all({"in", "out"} <= set(stream) for stream in streams):
             continue
-        if len({tuple(tensor.shape) for stream in streams for tensor in stream.values()}) != 1:
+        if len({tuple(stream[place].shape) for stream in streams for place in ("in", "out")}) != 1:
             continue
         if number == 0 and embedded:
             found.append(("the embedding", [stream["in"] != 0 for stream in streams]))
-        found.append((f"block {number}, attention", [s["middle"] != s["in"] for s in streams]))
-        found.append((f"block {number}, MLP", [s["out"] != s["middle"] for s in streams]))
+        kept = [read(stream, rate) for stream in streams]
+        for index, branch in enumerate(("attention", "MLP")):
+            ranks = None if None in kept else [both[index] for both in kept if both]
+            found.append((f"block {number}, {branch}", ranks))
     return found
 
 
 def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool, seeds: str) -> None:
     """Between ranks, from call to call, and between the dropouts of all ranks."""
     asleep = "in eval mode" in seeds
-    first, second = (patterns(results, which, embedded) for which in ("first", "second"))
+    seen = [patterns(results, which, rate, embedded) for which in ("first", "second")]
+    for what, kept in (each for call in seen for each in call):
+        trial.require(
+            kept is not None,
+            f"{what.partition(',')[0]} adds what is neither dropped nor scaled by 1/(1 - p), p = {rate} "
+            f"({seeds})",
+            help="A branch is complete before it is dropped: first the reduce-scatter and the bias, then the "
+            "dropout, of this rank's tokens, once.",
+        )
+    first, second = ([(what, kept) for what, kept in call if kept] for call in seen)
     for (what, kept), (_, later) in zip(first, second, strict=True):
         for rank, mask in enumerate(kept):
             dropped = 1 - mask.double().mean().item()
@@ -64,6 +111,7 @@ def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool,
             trial.require(
                 not torch.equal(mask, later[rank]),
                 f"two calls dropped the same elements after {what}",
+                help="Seed a generator once, when the dropout is cut: each call draws on from there.",
                 rank=rank,
             )
             for other in range(rank):
@@ -125,7 +173,7 @@ class Masked(nn.Module):
 
 def drop_as_seen(model: nn.Module, blocks, seen: SimpleNamespace, rate: float, embedded: bool) -> bool:
     """Have a dense model drop what the ranks dropped in their first run; False where that is not known."""
-    found = [torch.cat(kept, 1) for _, kept in patterns(seen.results, "first", embedded)]
+    found = [torch.cat(kept, 1) for _, kept in patterns(seen.results, "first", rate, embedded) if kept]
     if len(found) != 2 * len(blocks) + embedded:
         return False
     if embedded:

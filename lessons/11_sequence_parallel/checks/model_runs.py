@@ -14,7 +14,7 @@ from grader.checks import CheckEnded, Trial, parts
 from lessons_shared.cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, small_config
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 
-from .masks import watch
+from .masks import marked, watch
 from .shared import FEWER, Dropped, mark_backward, run_on_tokens, tell_partial_use, used_parameters
 from .slips import SUMMED_TWICE, gradients_summed_twice, own_token_gradients, with_biases_added_often
 
@@ -110,7 +110,7 @@ def observe_model(trial: Trial) -> SimpleNamespace:
         uneven = small_config(trial, bias=False, vocab_size=odd, n_layer=1)
         plain.append(case_with_slips(trial, "v does not divide", uneven))
     config = small_config(trial, dropout=RATE, vocab_size=WORDS, n_layer=1, n_embd=96)
-    weights = drawn_weights(trial, config)
+    weights = marked(drawn_weights(trial, config))
     idx, targets = (trial.tokens(WORDS, 2, 24) for _ in range(2))
     base = trial.integer(1, 10**6)
     kinds = {"with dropout, each rank seeded by itself": [base + 10 * r for r in range(n)]} if few else {}
@@ -121,7 +121,7 @@ def observe_model(trial: Trial) -> SimpleNamespace:
     ]
     if trial.in_full:  # two layers, whose dropouts differ; the gradients are looked at in the first case
         deeper = {**config, "n_layer": 2}
-        dropping[-1].config, dropping[-1].weights = deeper, drawn_weights(trial, deeper)
+        dropping[-1].config, dropping[-1].weights = deeper, marked(drawn_weights(trial, deeper))
     given = [
         ((case.config, case.weights, case.idx, case.targets), few and case is plain[0]) for case in plain
     ]
