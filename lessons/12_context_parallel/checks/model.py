@@ -59,6 +59,8 @@ NO_GRAPH = (
     "in the sums of the gradients"
 )
 
+IN_EVERY_MODE = "Cut tokens and positions in evaluation, too: a rank has its own tokens, in every mode."
+
 
 def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[Tensor]) -> dict:
     """A recorded pass over the first targets, half the loss over the second, a fresh one over the third.
@@ -84,7 +86,8 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
         error.add_note(NO_GRAPH)
         raise
     third = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    found = in_evaluation(model, idx, all_targets, rank.group.size())
+    with Watch(sizes["length"], dims=3) as watch_evaluation:
+        found = in_evaluation(model, idx, all_targets, rank.group.size())
     return {
         **found,
         "logits": logits.detach() if isinstance(logits, Tensor) else None,
@@ -94,6 +97,7 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
         "both": both,
         "names": sorted(name for name, _ in model.named_parameters()),
         "long": [forward, watch.long],
+        "long in evaluation": watch_evaluation.long,
         "unchanged": all(torch.equal(x, y) for x, y in zip((idx, *all_targets), before, strict=True)),
         "recording": recording,
     }
@@ -102,11 +106,16 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
 def in_evaluation(model: nn.Module, idx: Tensor, all_targets: list[Tensor], n: int) -> dict:
     """The losses over the first targets, which come by name, and the third, and that of a shorter batch."""
     model.eval()
-    last = without_gradients(lambda: model(idx, all_targets[2])[1])
+    logits_by_place, last = without_gradients(lambda: model(idx, all_targets[2]))
     logits, loss = without_gradients(lambda: model(idx=idx, targets=all_targets[0]))
     with noted(LONGER), torch.no_grad():
         shorter = model(*(x[:, : 2 * n].contiguous() for x in (idx, all_targets[1])))[1]
-    return {"silent": [loss, None, last], "logits by name": logits, "shorter": shorter}
+    return {
+        "silent": [loss, None, last],
+        "silent logits": logits_by_place,
+        "logits by name": logits,
+        "shorter": shorter,
+    }
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -191,13 +200,19 @@ def loss_is_the_same_where_no_gradient_is_wanted(trial: Trial) -> None:
             partial(own_losses, seen, seen.targets[number]),
             HELP,
         )
-    same_logits_by_name(trial, seen, [r["logits"] for r in seen.results])
+    same_logits(trial, seen, [r["logits"] for r in seen.results])
 
 
-def same_logits_by_name(trial: Trial, seen: SimpleNamespace, logits: list) -> None:
-    """A rank's logits are those that it has where targets come by place."""
+def same_logits(trial: Trial, seen: SimpleNamespace, logits: list) -> None:
+    """A rank's logits are those that it has in training, and where targets come by place."""
     if not all(isinstance(each, Tensor) for each in logits):
         return
+    trial.close(
+        "the logits of a rank's tokens in evaluation, under no_grad,",
+        [r["silent logits"] for r in seen.results],
+        logits,
+        help=IN_EVERY_MODE,
+    )
     trial.close(
         "the logits of a rank's tokens where targets come by name, targets=...,",
         [r["logits by name"] for r in seen.results],
@@ -387,11 +402,15 @@ def model_messages_go_to_neighbours(trial: Trial) -> None:
 
 @check("context_parallelize", world_sizes=(4, 3), subgroup=False)
 def no_rank_holds_the_sequence(trial: Trial) -> None:
-    """No state of the model is as long as the sequence: embeddings, keys, scores, logits are s/n long."""
+    """No state of the model is as long as the sequence, in any mode: embeddings to logits are s/n long."""
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
         for found in result["long"][: 2 if trial.num_ranks == 3 else 1]:
             nothing_is_long(trial, found, seen.sizes["length"], r)
+        found = result["long in evaluation"]
+        nothing_is_long(
+            trial, found and f"under no_grad {found}", seen.sizes["length"], r, help=IN_EVERY_MODE
+        )
 
 
 @check("context_parallelize")

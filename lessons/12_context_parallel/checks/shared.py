@@ -183,15 +183,15 @@ def is_long(tensor: Tensor, length: int, dims: int) -> bool:
     return tensor.is_floating_point() and tensor.dim() >= dims and length in tensor.shape
 
 
-def nothing_is_long(trial: Trial, found: str, length: int, rank: int) -> None:
+ONE_BLOCK = (
+    "A rank needs its own queries and one block of keys and values at a time: attend to the block that is "
+    "there, merge, and let it go."
+)
+
+
+def nothing_is_long(trial: Trial, found: str, length: int, rank: int, help: str = ONE_BLOCK) -> None:
     """What `Watch.long` told is nothing."""
-    trial.require(
-        not found,
-        f"{found}, and the whole sequence is {length} long",
-        help="A rank needs its own queries and one block of keys and values at a time: attend to the block "
-        "that is there, merge, and let it go.",
-        rank=rank,
-    )
+    trial.require(not found, f"{found}, and the whole sequence is {length} long", help=help, rank=rank)
 
 
 def blocks_on_the_wire(events: list[Event]) -> list[Event]:
