@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grader.judging.crashes import why_crashed
-from grader.judging.group_and_world import NOT_OF_THE_GROUP
+from grader.judging.group_and_world import NOT_OF_THE_GROUP, NOT_OF_TORCHS_GROUP
 from grader.judging.stories import ending
 from grader.ranks.launcher import RankReport, RunReport
 from grader.ranks.limits import Limits
@@ -156,6 +156,8 @@ def test_ranks_that_a_group_has_not_are_told_by_where_they_count() -> None:
                 look_up(group, 1)
             cause, step = why_crashed("ValueError", str(error.value), (), (), 2)
             assert words in cause and "group.rank()" in step
+            called_by_none = why_crashed("ValueError", str(error.value), (), (), 2, ("backward", "scatter"))
+            assert (called_by_none[0] == NOT_OF_TORCHS_GROUP) == (look_up is dist.get_group_rank)
     finally:
         dist.destroy_process_group()
 

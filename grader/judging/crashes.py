@@ -6,9 +6,10 @@ A cause is said where the words leave one alone; where they leave several, the n
 import re
 from collections.abc import Sequence
 
-from grader.judging.group_and_world import NOT_IN_THE_GROUP, NOT_OF_THE_GROUP
+from grader.judging.group_and_world import NOT_IN_THE_GROUP, NOT_OF_THE_GROUP, NOT_OF_TORCHS_GROUP
 
 _NOT_CONTIGUOUS = r"[Tt]ensors? (must|has to) be contiguous"
+_NOT_OF_THE_GROUP = r"Global rank \d+ is not part of group"
 _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         r"network is unreachable|name resolution|name or service not known|^URLError|^gaierror",
@@ -128,7 +129,7 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "the part's first index, and mask what lies outside of it.",
     ),
     (
-        r"Global rank \d+ is not part of group",
+        _NOT_OF_THE_GROUP,
         NOT_OF_THE_GROUP,
         "Count in the group, with group.rank() and group.size(), and pass group_src=, group_dst= or "
         "group_peer= (of P2POp, too).",
@@ -228,6 +229,8 @@ def why_crashed(
         return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."
     if re.search(_NOT_CONTIGUOUS, message) and {"irecv", "recv"} & set(through):
         return _RECEIVED_INTO
+    if re.search(_NOT_OF_THE_GROUP, message) and through and not places:
+        return NOT_OF_TORCHS_GROUP, "Write that backward yourself, in an autograd.Function."
     if sizes := _SIZES.search(message):
         if num_ranks == 0:
             return "", "The input of a product is {} wide, and the matrix takes {}.".format(*sizes.groups())

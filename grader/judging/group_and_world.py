@@ -12,6 +12,10 @@ NOT_IN_THE_GROUP = (
     "torch was given a rank in the group that the group has not: they count from 0, whatever ranks of the "
     "world these are"
 )
+NOT_OF_TORCHS_GROUP = (
+    "torch's own code, called by no line of yours, took a rank in the group for one of the world: backwards "
+    "of torch.distributed.nn do"
+)
 MADE_BY_SOME = (
     "a group is made by all ranks of the world together, also by those that are not in it: here some did "
     "not call new_group, or for other ranks"
@@ -35,7 +39,7 @@ ANY_OF_THEM = (
 
 def narrowed(cause: str, help: str) -> tuple[str, str]:
     """Cause and next step of what is right where the group is the whole world: those found, if of that."""
-    if cause in (NOT_PASSED_ON, NOT_OF_THE_GROUP, NOT_IN_THE_GROUP):
+    if cause in (NOT_PASSED_ON, NOT_OF_THE_GROUP, NOT_OF_TORCHS_GROUP, NOT_IN_THE_GROUP):
         return cause, help
     if cause == MADE_BY_SOME:
         step = "Give it dist.get_global_rank(group, r) for each rank r in the group."

@@ -1,6 +1,7 @@
 """What known slips make of ring attention: the ranks' outputs, and the gradients of the whole q, k and v."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -60,10 +61,40 @@ def wrong_outputs(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
         wrong[f"the {told}' outputs are added, without rescaling"] = sum(found)
         wrong[f"the {told}' outputs are averaged, without rescaling"] = sum(found) / visible.view(-1, 1)
     found = {cause: by_parts(seen, whole) for cause, whole in wrong.items()}
+    found |= with_stale_weights(seen)
     found["the keys travel, and the values that they meet are this rank's own: both must travel"] = [
         attention(q, k, v[:, :, w][:, :, place], causal(length))[0][:, :, w] for w in seen.where
     ]
     return found
+
+
+def with_stale_weights(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → what each rank has, if merges do not keep the lse that they return."""
+    told = "the lse that a merge returns is not kept: the next block is weighed against an older one"
+    found = {told: merged(seen, 1, lambda r, step: False)}
+    if int(seen.where[0][-1]) == seen.length - 1 and len(seen.where) > 1:  # zigzag parts, of two chunks
+        later = told.replace("a merge", "a merge of a later rank's keys")
+        found[f"{told}, chunk by chunk"] = merged(seen, 2, lambda r, step: False)
+        found[later] = merged(seen, 1, lambda r, step: step <= r)
+        found[f"{later}, chunk by chunk"] = merged(seen, 2, lambda r, step: step <= r)
+    return found
+
+
+def merged(seen: SimpleNamespace, pieces: int, keeps: Callable[[int, int], bool]) -> list[Tensor]:
+    """Each rank's output, of parts in so many pieces; `keeps(rank, step)`: whether a merge's lse stays."""
+    q, k, v = (x.detach() for x in seen.inputs)
+    n, mask, outputs = len(seen.where), causal(seen.length), []
+    for r, own in enumerate(seen.where):
+        out, lse = torch.zeros_like(q[:, :, own], dtype=torch.float64), torch.full((), -math.inf)
+        for step in range(n):
+            for theirs in seen.where[(r - step) % n].chunk(pieces):
+                block, its = attention(q[:, :, own], k[:, :, theirs], v[:, :, theirs], mask[own][:, theirs])
+                both = lse.logaddexp(its)
+                new, old = ((x - both).exp().nan_to_num(0.0).unsqueeze(-1) for x in (its, lse))
+                out = torch.where(new > 0, new * block + old * out, out)
+                lse = both if keeps(r, step) else torch.where(lse == -math.inf, its, lse)
+        outputs.append(out)
+    return outputs
 
 
 def gradients_from(
