@@ -168,11 +168,15 @@ def branch_dropout(trial: Trial, name: str) -> list[dict]:
             help="Seed a generator once, when the dropout is shared: each call draws on from there.",
             rank=rank,
         )
+        bias_alone = ((first - branch.c_proj.bias.detach()).abs() < 1e-6).double().mean().item()
         trial.require(
             0.1 < dropped < 0.8,
             "the output was not dropped at random in training mode",
-            help=f"{BRANCH[name][2]} belongs after c_proj, as in the dense one.",
+            help=f"{BRANCH[name][2]} belongs after c_proj and its bias, as in the dense one.",
             rank=rank,
+            cause="of what is dropped c_proj's bias is left: it is added after the dropout"
+            if 0.1 < bias_alone < 0.8
+            else "",
         )
     dense = copy.deepcopy(branch).double().eval()(x.double()).detach()
     trial.close("the output in eval mode", [r["asleep"] for r in results], dense)

@@ -1,5 +1,7 @@
 """The four functions between replicated and cut tensors."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import torch
@@ -343,7 +345,7 @@ def output_is_this_ranks_slice(trial: Trial) -> None:
 
 @check("scatter_to_group")
 def the_slice_is_a_copy(trial: Trial) -> None:
-    """The slice keeps itself alive, and not the whole x."""
+    """The slice keeps itself alive, and not the whole x; nor does its graph."""
     seen = PAIRS.plain(trial, "scatter_to_group")
     own = seen.outputs[0].numel() * seen.xs[0].element_size()
     for rank, held in enumerate(each_rank(seen, "held")):
@@ -357,18 +359,31 @@ def the_slice_is_a_copy(trial: Trial) -> None:
     if trial.in_full:
         width = trial.integer(5, 9)
         x = trial.normal(1, trial.num_ranks * width)
-        for rank, held in enumerate(trial.run(row_probe, per_rank=[(x,)] * trial.num_ranks)):
+        for rank, result in enumerate(trial.run(row_probe, per_rank=[(x,)] * trial.num_ranks)):
             trial.require(
-                held <= 4 * width,
-                f"of an x of one row the slice is a view: its {4 * width} bytes keep {held} bytes alive",
+                result["held"] <= 4 * width,
+                f"of an x of one row the slice is a view: its {4 * width} bytes keep {result['held']} alive",
                 cause="contiguous() copies nothing where memory is contiguous, as a slice of one row is",
                 help="clone() always copies.",
                 rank=rank,
             )
+            trial.require(
+                not result["x is there"],
+                "nobody has x any more, and the whole of it is still there until backward",
+                cause="the slice is a copy, and its graph keeps x: it was saved for backward",
+                help="Backward needs the gradient and the group: keep no tensor in ctx.",
+                rank=rank,
+            )
 
 
-def row_probe(rank, x: Tensor) -> int:
-    return bytes_held(rank.submission.scatter_to_group(x.requires_grad_() * 1.0, rank.group))
+def row_probe(rank, x: Tensor) -> dict:
+    """What the slice keeps alive, and whether x is still there when only the slice is."""
+    given = x.requires_grad_() * 1.0
+    storage = weakref.ref(given.untyped_storage())
+    y = rank.submission.scatter_to_group(given, rank.group)
+    del given
+    gc.collect()
+    return {"held": bytes_held(y), "x is there": storage() is not None}
 
 
 @check("scatter_to_group")

@@ -185,7 +185,8 @@ def row_sends_one_all_reduce_forward(trial: Trial) -> None:
         help = "One all-reduce of the partial products; the weight's shards never travel."
         one_all_reduce(trial, seen, "", seen.dense.output.numel() * 4, help)
         if name == "other option":
-            gather_costs(trial, seen, BACKWARD, seen.x.numel() * 4)
+            help = "scatter_to_group's backward joins the slices' gradients; copy_to_group's sums whole ones."
+            gather_costs(trial, seen, BACKWARD, seen.x.numel() * 4, help)
         else:
             nothing_travels(trial, seen, BACKWARD, "The gradient of the output is on every rank already.")
 

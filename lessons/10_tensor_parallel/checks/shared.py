@@ -42,7 +42,13 @@ def one_all_reduce(trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes:
             )
 
 
-def gather_costs(trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes: int) -> None:
+def gather_costs(
+    trial: Trial,
+    seen: SimpleNamespace,
+    stretch: str,
+    num_bytes: int,
+    help: str = "Each part has to reach each rank once: dist.all_gather.",
+) -> None:
     """At most what one all-gather of so many bytes (gathered) sends."""
     n = trial.num_ranks
     for rank, recording in enumerate(each_rank(seen, "recording")):
@@ -57,8 +63,11 @@ def gather_costs(trial: Trial, seen: SimpleNamespace, stretch: str, num_bytes: i
             sent <= allowed + PADDING * n,
             f"{where(stretch)} sent {told(events)}: about {sent:,.0f} bytes from this rank, where an "
             f"all-gather sends {allowed:,.0f}",
-            help="Each part has to reach each rank once: dist.all_gather.",
+            help=help,
             rank=rank,
+            cause="parts that are filled up with zeros are summed: that joins them, at twice the price"
+            if {(e.kind, e.num_bytes) for e in events} == {("all_reduce", num_bytes)}
+            else "",
         )
 
 
