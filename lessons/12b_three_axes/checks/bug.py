@@ -45,16 +45,29 @@ def probe(rank: Any, cases: list) -> list[dict]:
 
 
 def observe(trial: Trial) -> SimpleNamespace:
-    """Places along "data" count different numbers of targets; ranks with the same rows have the same."""
-    plans = [*meshes(trial), *parts(trial)]
+    """Every mesh, with as many rows at each place along "data"."""
+    return observed(trial, [*meshes(trial), *parts(trial)])
+
+
+def uneven(trial: Trial) -> SimpleNamespace:
+    """All ranks along data, the first with a row more: a batch that the ranks do not divide."""
+    return observed(trial, [{"data": trial.num_ranks, "context": 1, "tensor": 1}], more=1)
+
+
+def observed(trial: Trial, plans: list[Sizes], more: int = 0) -> SimpleNamespace:
+    """Places along "data" count different numbers of targets; ranks with the same rows have the same.
+
+    The first place has so many rows more than the others.
+    """
     drawn = []
     for sizes in plans:
         shares = []
         for slot in range(sizes["data"] * sizes.get(APART, 1)):  # one mesh's places, then the next one's
-            targets = trial.tokens(20, 2, 40)
+            rows = 2 + more * (slot == 0)
+            targets = trial.tokens(20, rows, 40)
             targets[:, : 1 + 5 * slot] = -1
             targets[0, -trial.integer(1, 9) :] = -1
-            shares.append((trial.normal(2, 40, 20, dtype=torch.float64), targets))
+            shares.append((trial.normal(rows, 40, 20, dtype=torch.float64), targets))
         drawn.append(shares)
     by_rank = [
         ([(sizes, *shares[slot_of(r, sizes)]) for sizes, shares in zip(plans, drawn, strict=True)],)
@@ -114,6 +127,10 @@ PART_OF_THE_MEAN = "it is this rank's part of the mean: the mean along data divi
 SUMMED = "the loss itself was summed over the ranks along data, as one that has every rank's loss in it"
 OWN_LOSS = "Let the count of targets alone travel: each rank's own loss is weighed by its share of it."
 
+SHARE = (
+    "A loss weighs as its share of the counted targets along data; the ranks that the sum counts, and those "
+    "that the mean goes over, are the same."
+)
 LOSS = "the plain mean along data of the weighed loss"
 
 
@@ -214,8 +231,7 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
             actual,
             expected,
             slips if n > 1 else {},
-            help="A loss weighs as its share of the counted targets along data; the ranks that the sum "
-            "counts, and those that the mean goes over, are the same.",
+            help=SHARE,
             rtol=1e-5,  # counts may be divided in float32
         )
 
@@ -225,6 +241,37 @@ def on_data_alone_it_is_weighed_by_targets(trial: Trial) -> None:
     """Where all ranks lie along data, each counts as much as it has targets that count."""
     require(trial, 0, LOSS, alone=True)
     require(trial, 1, "the gradient", alone=True)
+
+
+@check("weighed_loss", world_sizes=(2, 3))
+def ranks_may_have_different_numbers_of_rows(trial: Trial) -> None:
+    """Where the first rank has a row more, each counts as much as it has targets that count."""
+    seen, n = trial.once(uneven), trial.num_ranks
+    rows = [targets.size(0) for _, targets in seen.drawn[0]]
+
+    def by_rows(counts: list[int], p: int, sizes: dict[str, int]) -> float:
+        return rows[p] * n / sum(rows)
+
+    def by_fraction(counts: list[int], p: int, sizes: dict[str, int]) -> float:
+        fractions = [count / many for count, many in zip(counts, rows, strict=True)]
+        return fractions[p] * n / sum(fractions)
+
+    slips = {
+        "it is weighed by the number of rows, or of all targets, those of -1 too": by_rows,
+        "it is weighed by what fraction of its targets counts, and one rank has a row more: how many count "
+        "is what matters": by_fraction,
+    }
+    trial.close(
+        f"{LOSS}, where the ranks have {' and '.join(map(str, rows))} rows,",
+        along_data([result[0]["loss"] for result in seen.results], seen.plans[0]),
+        along_data([loss for loss, _ in by_weight(seen, 0, by_share, n)], seen.plans[0]),
+        {
+            words: along_data([loss for loss, _ in by_weight(seen, 0, weigh, n)], seen.plans[0])
+            for words, weigh in slips.items()
+        },
+        help=SHARE,
+        rtol=1e-5,
+    )
 
 
 @check("weighed_loss", world_sizes=(4, 2))
