@@ -247,7 +247,7 @@ def memory_is_in_gib(trial: Trial) -> None:
 
 @check("utilization_report")
 def recomputation_is_hardware_work_alone(trial: Trial) -> None:
-    """With recompute="full" the hardware's utilization rises by the blocks' forward, the model's does not."""
+    """Utilization is of the FLOPs that training takes; what is recomputed counts for the hardware's alone."""
     compare_report(trial, "model_flops_utilization", of_the_model, model_help, CARDS[:2])
     compare_report(trial, "hardware_flops_utilization", of_the_hardware, hardware_help, CARDS[:2])
 

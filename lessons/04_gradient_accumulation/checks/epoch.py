@@ -358,8 +358,11 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
 
 @check("train_epoch")
 def the_optimizer_may_hold_a_part(trial: Trial) -> None:
-    """Where the optimizer holds some of the parameters only, old gradients of the others do not count."""
-    help = "optimizer.zero_grad() clears what it holds, and model.zero_grad() all that the norm counts."
+    """Where the optimizer holds some of the parameters only, the norm counts the others' gradients, too."""
+    help = (
+        "The norm is of the whole gradient, of this group alone: what clears it, and what divides it, goes "
+        "over all of model.parameters()."
+    )
     for seen in (trial.once(observe_part), trial.once(observe_many_steps)):
         require_gradients(trial, seen, help)
 

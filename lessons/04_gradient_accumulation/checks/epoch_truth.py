@@ -68,6 +68,8 @@ class Slip:
     """Sums of losses are accumulated, and whatever stands in any `.grad` is divided by the step's targets."""
     zero_once: bool = False
     """The same after an epoch's first step: before it, all gradients are cleared."""
+    divides_held: bool = False
+    """Sums of losses are accumulated, and divided in what the optimizer holds; the norm counts all."""
     by_value: bool = False
     early: bool = False
     """The scheduler comes before the optimizer."""
@@ -188,6 +190,10 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                     nn.utils.clip_grad_norm_(model.parameters(), NORM)
             if slip.clip_sum:
                 clip_sum(model, every)
+            if slip.divides_held:
+                held = {p for part in optimizer.param_groups for p in part["params"]}
+                for parameter in set(model.parameters()) - held:
+                    parameter.grad *= every
             if slip.mean_of_means:
                 means = [model(*group[place])[1].item() for place in counting(group, slip)]
                 total = sum(means) / len(group)
@@ -235,6 +241,8 @@ SLIPS = {
     "new, and the norm counts it": Slip(zero_held=True, divides=True),
     "gradients of parameters that the optimizer does not hold pile up from step to step, and the norm counts "
     "them: optimizer.zero_grad() leaves them": Slip(zero_once=True),
+    "gradients of a sum of losses are divided where the optimizer holds the parameter, and the norm counts "
+    "the others undivided": Slip(divides_held=True),
     "a group ends at a micro-batch without counted targets: what comes after it is not run": Slip(stops=True),
     "0 times NaN: the mean of a micro-batch without counted targets is 0/0": Slip(zero_times_nan=True),
     "clipped before it is divided: the norm of a sum of losses is larger than that of their mean": Slip(
