@@ -713,8 +713,9 @@ def clipped_step(
     `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and after
     `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
     The norm is that of the whole gradient, as if one process had it, though no gradient travels for it;
-    where it is larger than `max_norm`, every rank multiplies its gradients by max_norm / norm. Returns the
-    norm before clipping, a scalar that is the same on every rank.
+    where it is larger than `max_norm`, every rank multiplies its gradients by max_norm / norm (with PyTorch's
+    1e-6 added to the norm, or without). Returns the norm before clipping, a scalar that is the same on every
+    rank.
     """
     # answer
     optimizer.zero_grad()

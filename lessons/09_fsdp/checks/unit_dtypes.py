@@ -17,10 +17,12 @@ def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
     settings = {"param_dtype": torch.bfloat16} if low else {}
     unit = rank.submission.ShardedUnit(given, rank.group, **settings)
     shards = [str(shard.dtype) for shard in unit.shards]
+    totals = [shard.detach().double().sum() for shard in unit.shards]
     with rank.record() as recording:
         unit.gather()
     result = {
         "shards": shards,
+        "totals": totals,
         "dtypes": [str(p.dtype) for p in given],
         "values": [copy.double() for copy in copies(given)],
         "recording": recording,
@@ -90,6 +92,14 @@ def weights_travel_in_param_dtype(trial: Trial) -> None:
     tensors = mixed_tensors(trial)
     results = trial.run(mix, tensors, True)
     require_dtypes(trial, results, tensors, torch.bfloat16)
+    for i, tensor in enumerate(tensors):
+        trial.close(
+            f"the sum of all numbers in the ranks' shards of a parameter in {tensor.dtype}",
+            torch.stack([result["totals"][i] for result in results]).sum(),
+            tensor.double().sum(),
+            alternatives={"the shards were rounded to param_dtype": tensor.bfloat16().double().sum()},
+            help="An optimizer works on the shards: cut them first, and cast what you send.",
+        )
     most = 2 * sum(tensor.numel() + 2 * trial.num_ranks for tensor in tensors)
     for r, result in enumerate(results):
         moved = num_bytes(result["recording"].events)
