@@ -18,7 +18,8 @@ from . import by_then  # noqa: F401
 from . import residency  # noqa: F401
 from . import precision  # noqa: F401
 from . import prefetch  # noqa: F401
-from . import hybrid_shard  # noqa: F401  the first of two files on it
+from . import hybrid_shard  # noqa: F401  the first of three files on it
+from . import hybrid_apart  # noqa: F401
 from . import hybrid_wire  # noqa: F401
 from . import fully_shard_gpt  # noqa: F401
 from . import clipped_step  # noqa: F401
