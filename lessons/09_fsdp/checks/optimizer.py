@@ -227,17 +227,22 @@ def a_group_may_come_later(trial: Trial) -> None:
         )
 
 
-def load_between(rank: Any, start: list[Tensor], loaded: list[Tensor], x: list[Tensor]) -> list[Tensor]:
-    """Parameters after a step of SGD, other weights that are loaded into them, and one more step."""
+def load_between(rank: Any, start: list[Tensor], loaded: list[Tensor], x: list[Tensor]) -> dict:
+    """Parameters after a step of SGD, other weights that are loaded into them, and one more step.
+
+    And whether the first step gave them other memory.
+    """
     parameters = nn.ParameterList(each.clone() for each in start)
+    places = [parameter.data_ptr() for parameter in parameters]
     optimizer = rank.submission.ShardedOptimizer(parameters, SGD, rank.group, lr=1.0)
     for number, each in enumerate(x):
         if number:
+            elsewhere = [parameter.data_ptr() for parameter in parameters] != places
             parameters.load_state_dict({str(i): tensor for i, tensor in enumerate(loaded)})
         optimizer.zero_grad()
         torch.stack([(parameter * each).sum() for parameter in parameters]).sum().backward()
         optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+    return {"weights": [parameter.detach() for parameter in parameters], "elsewhere": elsewhere}
 
 
 @check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
@@ -246,17 +251,24 @@ def a_step_starts_from_the_weights_that_are_there(trial: Trial) -> None:
     start, loaded = [[trial.normal(7) for _ in range(2)] for _ in range(2)]
     x = [[trial.normal(7) for _ in range(2)] for _ in range(trial.num_ranks)]
     first, second = (torch.stack(each).mean(0) for each in zip(*x, strict=True))
-    ends = zip(*trial.run(load_between, start, loaded, per_rank=[(each,) for each in x]), strict=True)
+    results = trial.run(load_between, start, loaded, per_rank=[(each,) for each in x])
+    if all(result["elsewhere"] for result in results):
+        cause = "a step gives weights other memory (parameter.data = ...), and the next writes into the old"
+        help = "Write what arrives into the weight itself: parameter.copy_(...), or gather into views of it."
+    else:
+        cause = (
+            "the step started from the weights of the step before: each share is a copy, written back over "
+            "what was loaded"
+        )
+        help = "A share lies in the weight itself: parameter.detach(), and views of it, are no copies."
+    ends = zip(*(result["weights"] for result in results), strict=True)
     for before, after, found in zip(start, loaded, ends, strict=True):
         trial.close(
             "a parameter into which other weights were loaded after the first step, after the second",
             list(found),
             after - second,
-            alternatives={
-                "the step started from the weights of the step before: each share is a copy, written back "
-                "over what was loaded": before - first - second,
-            },
-            help="A share lies in the weight itself: parameter.detach(), and views of it, are no copies.",
+            alternatives={cause: before - first - second, f"{cause}: nothing moves": after},
+            help=help,
         )
 
 
