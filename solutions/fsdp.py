@@ -660,14 +660,14 @@ def average_when_backward_ends(across: ProcessGroup, sharded: nn.Module, args: A
 def hybrid_shard(model: GPT, mesh: DeviceMesh) -> nn.Module:
     """Hybrid sharding (HSDP): ZeRO-3 inside each machine, data parallelism across machines.
 
-    The `mesh` is as PyTorch's `fully_shard` takes it: ranks along its second dimension are one machine, and
-    cut the weights among themselves; ranks along its first dimension hold the same shards. The module that is
-    returned works as your FullySharded does, with `parameters()` and `full_state_dict()`. All ranks start
-    with the weights of the mesh's first rank. After `loss.backward()` the mean gradients over all ranks of
-    the mesh are in the shards' `.grad`, added to what was there, and nothing else has to be called. In a step
-    weights and whole gradients travel inside machines alone; across machines each backward sends what one
-    all-reduce of the shards' gradients does. A rank keeps nothing besides its shards, their gradients, and
-    the optimizer's state of both.
+    The `mesh` is as PyTorch's `fully_shard` takes it, its ranks ascending: ranks along its second dimension
+    are one machine, and cut the weights among themselves; ranks along its first dimension hold the same
+    shards. The module that is returned works as your FullySharded does, with `parameters()` and
+    `full_state_dict()`. All ranks start with the weights of the mesh's first rank. After `loss.backward()`
+    the mean gradients over all ranks of the mesh are in the shards' `.grad`, added to what was there, and
+    nothing else has to be called. In a step weights and whole gradients travel inside machines alone; across
+    machines each backward sends what one all-reduce of the shards' gradients does. A rank keeps nothing
+    besides its shards, their gradients, and the optimizer's state of both.
 
     Raises:
         ValueError: the mesh has not two dimensions.
