@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grader.checks import Trial, check
+from grader.checks import Fault, Trial, check
 
 from .means import BOTH, expected_gradients
 from .models import by_rank
@@ -42,6 +42,18 @@ def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
         told = "the first pass is gone: what was there is cleared when the next no_sync() begins"
         known[told] = expected_gradients(seen.seed, seen.drawn[1:])[0][name]
     return known
+
+
+def quiet_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+    """`other_sums`, and a bucket that leaves as if what came inside no_sync() had come now."""
+    before, last = (expected_gradients(seen.seed, each) for each in (seen.drawn[:-1], seen.drawn[-1:]))
+    early = [before[0][name] + own[name] for own in last[1]]
+    return other_sums(seen, name) | {
+        "what no_sync() added up is averaged, and what the pass outside added is each rank's own: its bucket "
+        "left before that was there": Fault(
+            early, "Inside no_sync() the hooks have nothing to do: return before anything is counted."
+        )
+    }
 
 
 def by_pass(seen: SimpleNamespace, name: str) -> dict[str, Tensor]:
@@ -127,7 +139,7 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
             )
     help = "Send parameter.grad as it is then, with all that no_sync() added up."
     require_gradients(
-        trial, seen, "after two passes in no_sync() and one outside", other_sums, help, terms=by_pass
+        trial, seen, "after two passes in no_sync() and one outside", quiet_sums, help, terms=by_pass
     )
 
 

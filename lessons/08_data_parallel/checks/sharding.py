@@ -45,9 +45,19 @@ def cut(rank: Any, batches: list[Tensor]) -> dict:
             with told_of_numbers(batch, shares):
                 shares.append(rank.submission.shard_batch(batch, rank.group))
     same = all(torch.equal(a, b) for a, b in zip(before, batches, strict=True))
+    again = rank.submission.shard_batch(before[0].clone(), rank.group)
+    changes = (
+        isinstance(again, Tensor) and isinstance(shares[0], Tensor) and not torch.equal(again, shares[0])
+    )
     copies = [s.clone() if isinstance(s, Tensor) else None for s in shares]
     kinds = sorted({type(s).__name__ for s in shares})
-    return {"shares": copies, "unchanged": same, "recording": recording, "kinds": kinds}
+    return {
+        "shares": copies,
+        "unchanged": same,
+        "recording": recording,
+        "kinds": kinds,
+        "changes": changes,
+    }
 
 
 def observe_even(trial: Trial) -> SimpleNamespace:
@@ -100,6 +110,11 @@ def run_cut(trial: Trial, batches: list[Tensor]) -> list[dict]:
         raise
 
 
+CHANGES = "which rows a rank gets changes from call to call"
+DEPENDS_ON = "Which rows a rank takes may depend on its rank, on n and on b, and on nothing else."
+"""The next step for who makes them depend on more."""
+
+
 def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
     """The i-th batch is the ranks' shares together, and no row is in two of them."""
     b, n = seen.sizes[i], trial.num_ranks
@@ -112,18 +127,24 @@ def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
         not everything, f"every rank got all the data. {told}", help="Each rank works on about b/n rows."
     )
     twice = sorted({row for row in found if found.count(row) > 1})
+    changes = any(result["changes"] for result in seen.results)
     trial.require(
         not twice,
         f"rows {twice} are in more than one share. {told}",
-        help="Shares are disjoint: their sizes may "
-        "differ by a row, so nothing is repeated to fill up the last.",
+        cause=CHANGES if changes else "",
+        help=DEPENDS_ON
+        if changes
+        else "Shares are disjoint: their sizes may differ by a row; nothing is repeated to fill up the last.",
     )
     missing = sorted(set(range(b)) - set(found))
     rest = list(range(b - b % n, b))
     trial.require(
         not missing,
         f"rows {missing} are on no rank: they were dropped. {told}",
-        help="Give the first b % n ranks one row more, as torch.tensor_split does."
+        cause=CHANGES if changes else "",
+        help=DEPENDS_ON
+        if changes
+        else "Give the first b % n ranks one row more, as torch.tensor_split does."
         if missing == rest
         else "Cut the whole batch into as many pieces as the group has ranks: rank r gets piece r.",
     )
@@ -173,11 +194,26 @@ def batches_that_do_not_divide_lose_no_row(trial: Trial) -> None:
         require_partition(trial, seen, i)
 
 
+def require_same_rows(trial: Trial, rank: int, b: int, rows: list[int], theirs: list[int]) -> None:
+    """A call for the inputs and the next one, for the targets, gave this rank the same rows."""
+    trial.require(
+        rows == theirs,
+        f"of a batch of {b} rows it got {rows}, and in the next call, of the targets, {theirs}",
+        cause=CHANGES,
+        help=f"Inputs and targets are cut in two calls, and must get the same rows. {DEPENDS_ON}",
+        rank=rank,
+    )
+
+
 @check("shard_batch")
 def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
     """Two tensors of the same batch are cut at the same rows, and keep their dtype and other dimensions."""
     seen = trial.once(observe_even)
     require_rows(trial, seen)
+    for r, result in enumerate(seen.results):
+        rows, share = (result["shares"][0][:, 0] // 10).long().tolist(), result["shares"][-1]
+        if share is not None and share.shape[1:] == seen.targets.shape[1:]:
+            require_same_rows(trial, r, len(seen.targets), rows, (share[:, 0, 0] // 10).long().tolist())
     first = [(result["shares"][0][:, 0] // 10) for result in seen.results]
     expected = [seen.targets[rows.long() % len(seen.targets)] for rows in first]
     trial.close(
@@ -185,21 +221,14 @@ def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
         [r["shares"][-1] for r in seen.results],
         expected,
         rtol=0.0,
-        help="Which rows a rank takes may depend on its rank, on n and on b, and on nothing else.",
+        help=DEPENDS_ON,
     )
     uneven = trial.once(observe_uneven)
     require_rows(trial, uneven)
     for i, b in enumerate(uneven.sizes):
         for r, result in enumerate(uneven.results):
             rows, theirs = ((x[:, 0] // 10).tolist() for x in (result["shares"][i], -result["targets"][i]))
-            trial.require(
-                rows == theirs,
-                f"of a batch of {b} rows it got {rows}, and in the next call, of the targets, {theirs}",
-                cause="which rows a rank gets changes from call to call",
-                help="Inputs and targets are cut in two calls, and must get the same rows: they may depend "
-                "on the rank, on n and on b, and on nothing else.",
-                rank=r,
-            )
+            require_same_rows(trial, r, b, rows, theirs)
     results = trial.once(observe_numbers)
     trial.close(
         "the share of a (b,) tensor of the same batch",

@@ -22,6 +22,7 @@ from .models import (
     narrow_gpt,
     odd_gpt,
     seeds,
+    thawed_gpt,
     weights,
 )
 from .parts import gradients_by_rank, means_by_pass, misses_last_pass, trained_on
@@ -110,12 +111,13 @@ def train_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -
     return result
 
 
-def step_on_ranks(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
-    """One step of SGD: the weights after it, and what it sent."""
-    sharded = wrapped(rank, odd_gpt, seed)
+def step_on_ranks(rank: Any, thawed: bool, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
+    """One step of SGD: the weights after it, what it sent, and how many trained shards have no gradient."""
+    sharded = wrapped(rank, thawed_gpt if thawed else odd_gpt, seed)
     with rank.record() as recording:
         train(sharded, batches, "SGD", plain, num_steps=1)
-    return {"weights": full(sharded), "recording": recording}
+    without = sum(p.requires_grad and p.grad is None for p in sharded.parameters())
+    return {"weights": full(sharded), "recording": recording, "without": without}
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> list[str]:
@@ -152,9 +154,13 @@ def observe_training(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(results=results, numbers=numbers, seed=numbers[0], by_rank=by_rank, starts=starts)
 
 
-def observe_a_step(trial: Trial) -> list[dict]:
+def observe_a_step(trial: Trial, thawed: bool = False) -> list[dict]:
     seen = trial.once(observe_training)
-    return run(trial, step_on_ranks, per_rank=list(zip(seen.numbers, seen.by_rank, strict=True)))
+    return run(trial, step_on_ranks, thawed, per_rank=list(zip(seen.numbers, seen.by_rank, strict=True)))
+
+
+def observe_a_thawed_step(trial: Trial) -> list[dict]:
+    return observe_a_step(trial, thawed=True)
 
 
 @check("FullySharded", world_sizes=TRAINED)
@@ -291,8 +297,10 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str,
         except CheckEnded:
             return ""
         firsts = [step["weights"] for step in steps]
-        if still_whole(expected.start, firsts):
+        if alone_stay(expected.start, firsts, inside=True):
             return STILL_WHOLE
+        if all(step["without"] for step in steps) and alone_stay(expected.start, firsts, inside=False):
+            return without_gradient(trial, seen.numbers[0], [step["without"] for step in steps])
         if misses_last_pass(".h.0.", expected.start, firsts, means_by_pass(odd_gpt, seen.seed, seen.by_rank)):
             return f"in the first step, of {PASSES[0]} backward passes, {FIRST_ONCE}"
         told = trained_on(expected.start, firsts, gradients_by_rank(odd_gpt, seen.seed, seen.by_rank))
@@ -307,17 +315,37 @@ STILL_WHOLE = (
 )
 
 
-def still_whole(start: dict[str, Tensor], firsts: list[dict[str, Tensor]]) -> bool:
-    """Whether a step has moved weights outside the blocks, and none inside, on every rank."""
-    inside, outside = (
+def alone_stay(start: dict[str, Tensor], firsts: list[dict[str, Tensor]], inside: bool) -> bool:
+    """Whether on all ranks a step has moved no weight inside the blocks, or outside, and others it has."""
+    those, others = (
         [name for name in start if (".h." in name) == in_a_block and all(name in each for each in firsts)]
-        for in_a_block in (True, False)
+        for in_a_block in (inside, not inside)
     )
     stay, move = (
         [all(torch.equal(each[name], start[name]) for each in firsts) for name in names]
-        for names in (inside, outside)
+        for names in (those, others)
     )
     return all(stay) and not all(move)
+
+
+def without_gradient(trial: Trial, seed: int, counts: list[int]) -> str:
+    """Why weights outside the blocks did not move, where shards have no gradient: do frozen ones count?"""
+    told = (
+        f"the weights outside the blocks did not move: after backward {max(counts)} trained shards have no "
+        ".grad"
+    )
+    start = build(thawed_gpt, seed, torch.float64).state_dict()
+    try:
+        steps = trial.once(observe_a_thawed_step)
+    except CheckEnded:
+        return told
+    stay = alone_stay(start, [step["weights"] for step in steps], inside=False)
+    if stay or any(step["without"] for step in steps):
+        return told
+    return (
+        f"{told}. Where nothing is frozen all of them have: something waits for the gradients of frozen "
+        "weights, which never come"
+    )
 
 
 def ungathered(trial: Trial, model: GPT, recordings: list[Recording]) -> str:

@@ -56,6 +56,11 @@ def odd_gpt() -> GPT:
     return model
 
 
+def thawed_gpt() -> GPT:
+    """The same, and nothing is frozen."""
+    return odd_gpt().requires_grad_(True)
+
+
 def narrow_gpt() -> GPT:
     """A GPT whose biases have three numbers, fewer than four ranks; its blocks alone are trained."""
     model = GPT(GPTConfig(block_size=8, vocab_size=VOCAB, n_layer=2, n_head=1, n_embd=3))
