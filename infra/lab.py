@@ -37,10 +37,14 @@ def main() -> None:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether a folder can be made, or is there and can be written."""
+    """Whether a folder can be made, or is there and can be written: something is made there, and removed."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
-    return os.access(folder, os.W_OK | os.X_OK)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

@@ -11,13 +11,20 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from nanogpt import loopback
+
 
 def main(arguments: list[str]) -> int:
     """Run a program on ranks of this machine; the status of the first that failed, or 0.
 
+    2 where ranks can not talk to each other, which is said.
+
     Args:
         arguments: torchrun's.
     """
+    if not loopback.is_up():
+        print(f"error: {loopback.DOWN}", file=sys.stderr)
+        return 2
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(parse_args(["--standalone", *arguments]))

@@ -5,6 +5,8 @@ import os
 # Several ranks and two test workers share two cores. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +43,12 @@ def isolated() -> Iterator[Launcher]:
     inside = Launcher(Isolation("on"))
     yield inside
     inside.close()
+
+
+@pytest.fixture
+def without_network() -> list[str]:
+    """What a command begins with that runs where no interface is up, loopback neither."""
+    alone = ["unshare", "--user", "--map-root-user", "--net", "--"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this system allows no network namespace")
+    return alone

@@ -18,6 +18,7 @@ from grader.ranks.isolation import Isolation
 from grader.ranks.launcher import ROOT, Launcher
 from grader.ranks.server import Server
 from grader.work import find_work
+from nanogpt import loopback
 
 OURS = "scale-by-hand-*"
 LESSON = "08_data_parallel"
@@ -104,7 +105,7 @@ def test_a_launcher_begins_one_and_waits_for_nothing(monkeypatch: pytest.MonkeyP
     launcher.close()
     assert not psutil.pid_exists(begun._process.pid)
 
-    monkeypatch.setattr(server_module, "_loopback_is_up", lambda: False)
+    monkeypatch.setattr(loopback, "is_up", lambda: False)
     launcher.begin()
     assert launcher._begun is None
     with pytest.raises(CannotGradeError, match="loopback"):

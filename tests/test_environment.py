@@ -340,6 +340,12 @@ def test_jupyter_keeps_its_things_elsewhere_where_home_can_not_be_written(
         assert folder.is_relative_to(tmp_path) and lab.can_write(folder)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no file system in which nothing can be made")
+def test_what_no_folder_can_be_made_in_can_not_be_written() -> None:
+    """To root, everything there says that it may be written."""
+    assert not lab.can_write(Path("/proc/nowhere/.jupyter"))
+
+
 def test_jupyter_opens_for_a_user_whom_the_system_does_not_know(
     tmp_path: Path,
     became: list[list[str]],

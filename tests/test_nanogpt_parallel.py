@@ -8,6 +8,7 @@ import nbformat
 import pytest
 import torch
 
+from nanogpt import loopback
 from nanogpt.metrics import read_metrics
 from nanogpt.parallel import Parallel
 from nanogpt.technique import find_technique
@@ -208,9 +209,9 @@ def test_what_cannot_be_trained_is_one_sentence(
     assert says in told
 
 
-def on_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
+def on_ranks(*arguments: str, inside: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "nanogpt.ranks", "--nproc-per-node", "2", *arguments]
-    return subprocess.run(start, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*(inside or []), *start], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_mistake_is_the_last_thing_that_ranks_say() -> None:
@@ -218,6 +219,12 @@ def test_a_mistake_is_the_last_thing_that_ranks_say() -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: --parallel data_paralel: no such technique")
     assert "torch" not in done.stderr
+
+
+def test_without_loopback_ranks_are_not_started(without_network: list[str]) -> None:
+    done = on_ranks("-m", "nanogpt.train", "--parallel", "data_parallel", inside=without_network)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {loopback.DOWN}\n"
 
 
 def test_a_rank_that_was_ended_from_outside_is_named(tmp_path: Path) -> None:

@@ -17,14 +17,11 @@ import sys
 from grader.ranks.faults import WHAT_TO_DO, CannotGradeError
 from grader.ranks.isolation import ROOT, Isolation, inner_environment, isolated_command, last_line
 from grader.ranks.leftovers import MARK, kill_marked
+from nanogpt import loopback
 
 START_SECONDS = 120
 FORKS_ON_MACOS = {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES", "VECLIB_MAXIMUM_THREADS": "1"}
 """Read there alone: a process that has loaded the system's frameworks may fork, and BLAS has no threads."""
-NO_LOOPBACK = (
-    "ranks talk to each other through this machine's loopback interface, and it is down: "
-    "raise it, as root, with `ip link set lo up`, or give the container a network"
-)
 FORK_SERVER = "import gc; gc.disable(); from grader.ranks.forkserver import main; main()"
 """Imports make much and free little: collecting garbage meanwhile takes most of a second."""
 
@@ -42,8 +39,8 @@ class Server:
     """
 
     def __init__(self, isolation: Isolation, shut_in: bool) -> None:
-        if not shut_in and not _loopback_is_up():
-            raise CannotGradeError(NO_LOOPBACK)
+        if not shut_in and not loopback.is_up():
+            raise CannotGradeError(loopback.DOWN)
         self.isolation = isolation
         self.shut_in = shut_in
         self._mark = secrets.token_hex(8)
@@ -139,15 +136,6 @@ class Server:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-
-
-def _loopback_is_up() -> bool:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def _preloaded() -> list[tuple[str, int]]:
