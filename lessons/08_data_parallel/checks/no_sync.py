@@ -51,7 +51,8 @@ def quiet_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
     return other_sums(seen, name) | {
         "what no_sync() added up is averaged, and what the pass outside added is each rank's own: its bucket "
         "left before that was there": Fault(
-            early, "Inside no_sync() the hooks have nothing to do: return before anything is counted."
+            early,
+            "A bucket is full when its gradients of this backward are there: those before do not count.",
         )
     }
 

@@ -51,13 +51,7 @@ def cut(rank: Any, batches: list[Tensor]) -> dict:
     )
     copies = [s.clone() if isinstance(s, Tensor) else None for s in shares]
     kinds = sorted({type(s).__name__ for s in shares})
-    return {
-        "shares": copies,
-        "unchanged": same,
-        "recording": recording,
-        "kinds": kinds,
-        "changes": changes,
-    }
+    return {"shares": copies, "kinds": kinds, "unchanged": same, "changes": changes, "recording": recording}
 
 
 def observe_even(trial: Trial) -> SimpleNamespace:
@@ -127,24 +121,23 @@ def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
         not everything, f"every rank got all the data. {told}", help="Each rank works on about b/n rows."
     )
     twice = sorted({row for row in found if found.count(row) > 1})
-    changes = any(result["changes"] for result in seen.results)
+    missing = sorted(set(range(b)) - set(found))
+    trial.require(
+        not (twice or missing) or not any(result["changes"] for result in seen.results),
+        f"rows {twice} are in more than one share, and rows {missing} on no rank. {told}",
+        cause=CHANGES,
+        help=DEPENDS_ON,
+    )
     trial.require(
         not twice,
         f"rows {twice} are in more than one share. {told}",
-        cause=CHANGES if changes else "",
-        help=DEPENDS_ON
-        if changes
-        else "Shares are disjoint: their sizes may differ by a row; nothing is repeated to fill up the last.",
+        help="Shares are disjoint: their sizes may differ by a row; nothing is repeated to fill up the last.",
     )
-    missing = sorted(set(range(b)) - set(found))
     rest = list(range(b - b % n, b))
     trial.require(
         not missing,
         f"rows {missing} are on no rank: they were dropped. {told}",
-        cause=CHANGES if changes else "",
-        help=DEPENDS_ON
-        if changes
-        else "Give the first b % n ranks one row more, as torch.tensor_split does."
+        help="Give the first b % n ranks one row more, as torch.tensor_split does."
         if missing == rest
         else "Cut the whole batch into as many pieces as the group has ranks: rank r gets piece r.",
     )
