@@ -134,7 +134,8 @@ class DataParallel(nn.Module):
     """Averages a module's gradients over a group, a bucket at a time, while backward goes on.
 
     The constructor copies weights and buffers of the group's rank 0 to all ranks. A bucket holds up
-    to `bucket_bytes` of gradients (a larger gradient has a bucket to itself). It is all-reduced,
+    to `bucket_bytes` of gradients (a larger gradient has a bucket to itself), neighbours in backward.
+    You may also close it as PyTorch does, with the gradient that fills it. It is all-reduced,
     asynchronously, as soon as its gradients are there and the bucket before it has left: so every
     rank sends the same buckets in the same order, whatever order its own backward takes. Gradients
     travel in the module's dtype. The mean is plain, each rank counts as much as any other: where shares
@@ -212,9 +213,8 @@ class DataParallel(nn.Module):
         """Around forward and backward of a micro-batch: gradients add up and nothing is sent.
 
         The next backward outside reduces all that has added up; what zero_grad() has cleared until then
-        is gone. An exception that leaves it ends it
-        too. One may stand inside another: the outer one goes on until its own end.
-        Other modules reduce their gradients meanwhile.
+        is gone. An exception that leaves it ends it too. One may stand inside another: the outer one goes
+        on until its own end. Other modules reduce their gradients meanwhile.
         """
         # answer
         before, self.synchronizing = self.synchronizing, False

@@ -295,10 +295,9 @@ def _numbers(a: Tensor, e: Tensor) -> str:
     if a.numel() == 0:
         return "empty"
     error = (a.double() - e.double()).abs().nan_to_num(nan=math.inf).masked_fill(a == e, 0.0)  # inf - inf
-    flat = int(error.flatten().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)) if a.dim() else ()
+    index = tuple((error == error.max()).nonzero()[0].tolist())
     place = f" at {list(index)}" if index else ""
-    expected, got = apart(e.flatten()[flat].item(), a.flatten()[flat].item())
+    expected, got = apart(e[index].item(), a[index].item())
     return f"expected {expected}{place}, got {got}"
 
 

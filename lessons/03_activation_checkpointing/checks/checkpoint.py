@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise
 
 from .models import (
     ANOTHER_MASK,
@@ -46,6 +46,12 @@ HELP_MASK = (
     "Dropout must drop the same elements in both calls: keep the random state of before the first call, and "
     "set it for the second one."
 )
+
+OTHER_DRAWS = (
+    "the first call found another random state than it finds without a checkpoint, and so its dropout drops "
+    "other elements: a seed was set before it, or a number drawn"
+)
+HELP_DRAWS = "Before the first call only read the random state; set it, to what was read, for the second one."
 
 HELP_INPUTS = "The second call gets what the first got: the inputs themselves, whole and unchanged."
 
@@ -142,6 +148,7 @@ def chain(rank: Any, how: str, seed: int, a: Tensor, upstream: Tensor) -> dict:
         "called": [called, [len(first.calls), len(second.calls)]],
         "given": [[call["given"] for call in layers.calls] for layers in (first, second)],
         "needs": [call["needs"] for call in first.calls[called[0] :] + second.calls[called[1] :]],
+        "began in": [layers.calls[0]["random state"] for layers in (first, second) if layers.calls],
         "by_torch": any(call["by_torch"] for call in first.calls + second.calls),
         "drawn": drawn,
         "peek": peek,
@@ -167,8 +174,11 @@ def observe_chain(trial: Trial) -> SimpleNamespace:
 def output_is_the_functions(trial: Trial) -> None:
     """The output is that of function(*inputs)."""
     seen = trial.once(observe_chain)
+    slips = {}
+    if seen.mine["began in"] != seen.plain["began in"]:
+        slips[OTHER_DRAWS] = Fault(seen.mine["output"], HELP_DRAWS)
     help = "Call the function once with the inputs as they are, and return what it returns."
-    trial.close("the output", seen.mine["output"], seen.plain["output"], help=help)
+    trial.close("the output", seen.mine["output"], seen.plain["output"], alternatives=slips, help=help)
 
 
 def quiet(rank: Any, x: Tensor) -> dict:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,6 +233,93 @@ def bytes_are_those_of_the_dtype(trial: Trial) -> None:
                 if len(sizes) == -(-6 // room)
                 else "",
             )
+
+
+UNEQUAL = (3, 2, 1, 5, 3, 2, 1)
+"""Gradients in the order in which backward finds them, in units of GRADIENT_BYTES."""
+UNEQUAL_ROOM = 4
+
+
+class Scales(nn.Module):
+    """Parameters of these sizes, one after the other."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(size * GRADIENT_BYTES // 4) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = torch.tanh(x * scale.mean())
+        return x
+
+
+def fill_unequal(rank: Any, x: Tensor) -> Recording:
+    return step_of(rank, Scales(UNEQUAL[::-1]), x, UNEQUAL_ROOM)
+
+
+def closed_late(sizes: tuple[int, ...], room: int) -> list[int]:
+    """What buckets hold that are closed when they are full, or more than that."""
+    buckets, free = [], 0
+    for size in sizes:
+        if free <= 0:
+            buckets, free = [*buckets, 0], room
+        buckets[-1], free = buckets[-1] + size, free - size
+    return buckets
+
+
+def first_fit(sizes: tuple[int, ...], room: int) -> list[int]:
+    """What buckets hold where each gradient goes into the first that has room."""
+    buckets: list[int] = []
+    for size in sizes:
+        fits = next((i for i, held in enumerate(buckets) if held + size <= room), None)
+        if fits is None:
+            buckets.append(size)
+        else:
+            buckets[fits] += size
+    return buckets
+
+
+def are_neighbours(held: list[int], sizes: tuple[int, ...]) -> bool:
+    """Whether buckets that hold so much can be the gradients in their order, cut into pieces."""
+    ends, at, cuts = set(accumulate(sizes)), 0, []
+    for units in held:
+        at += units
+        cuts.append(at)
+    return ends.issuperset(cuts)
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def buckets_hold_neighbours(trial: Trial) -> None:
+    """Of gradients of unequal sizes a bucket holds neighbours in backward, and no more than bucket_bytes."""
+    x = [(trial.normal(4),) for _ in range(trial.num_ranks)]
+    told = [size * GRADIENT_BYTES for size in UNEQUAL]
+    for r, recording in enumerate(trial.run(fill_unequal, per_rank=x)):
+        sent = [e.num_bytes for e in recording.select("all_reduce") if e.num_bytes >= GRADIENT_BYTES]
+        held = [num_bytes // GRADIENT_BYTES for num_bytes in sent]
+        message = (
+            f"with bucket_bytes={UNEQUAL_ROOM * GRADIENT_BYTES}, and gradients of {told} bytes in the order "
+            f"in which backward finds them, there {tell_sizes(sent)}"
+        )
+        # PyTorch goes through the parameters from the first to the last, and then turns its buckets round.
+        late = closed_late(UNEQUAL, UNEQUAL_ROOM), closed_late(UNEQUAL[::-1], UNEQUAL_ROOM)[::-1]
+        trial.require(
+            held in late or all(units <= UNEQUAL_ROOM or units in UNEQUAL for units in held),
+            f"{message}: some are larger than bucket_bytes",
+            help="Look whether the next gradient still fits before you add it. One that is larger than "
+            "bucket_bytes has a bucket to itself.",
+            rank=r,
+        )
+        trial.require(
+            are_neighbours(held, UNEQUAL),
+            f"{message}: their gradients do not follow each other",
+            cause="a gradient goes back into an earlier bucket that has room left: that one, and all buckets "
+            "behind it, wait until backward has come so far"
+            if held == first_fit(UNEQUAL, UNEQUAL_ROOM)
+            else "",
+            help="A bucket holds neighbours: when the next gradient does not fit, close the bucket, and open "
+            "a new one.",
+            rank=r,
+        )
 
 
 @check("DataParallel", world_sizes=(2, 4), subgroup=False)

@@ -250,6 +250,13 @@ def require_gradients(trial: Trial, case: Case, answers: list[dict], truth: Simp
             help="Multiply loss_sum itself. detach(), item() and torch.tensor() leave its graph behind.",
             rank=r,
         )
+        trial.require(
+            answer["gradient"] is not None,
+            f"with {case} what it returned asks for a gradient and is not made of loss_sum: backward() "
+            "reaches no weight, no .grad is written there and no hook runs",
+            help="Multiply loss_sum itself, also where it is 0: a new tensor has no graph that leads to it.",
+            rank=r,
+        )
     trial.close(
         f"the mean over ranks of the gradients, with {case}",
         torch.stack([answer["gradient"] for answer in answers]).mean(0),

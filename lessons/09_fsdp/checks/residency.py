@@ -248,6 +248,45 @@ def only_shards_after_backward(trial: Trial) -> None:
         )
     for frozen in FROZEN:
         require_frozen_blocks_freed(trial, frozen)
+    require_the_rest_freed(trial)
+
+
+WORDS = 2000
+"""In a table that is ten times as large as a block."""
+
+
+def wordy_gpt() -> GPT:
+    return GPT(replace(DEEP, n_layer=1, vocab_size=WORDS))
+
+
+def measure_wordy(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
+    return measure_step(rank, build(wordy_gpt, seed), False, batch)
+
+
+def require_the_rest_freed(trial: Trial) -> None:
+    """What lies outside the blocks is whole neither before a step nor after its backward."""
+    batch = (trial.tokens(WORDS, 1, 2), trial.tokens(WORDS, 1, 2))
+    model = build(wordy_gpt, 0)
+    outside, share = bytes_of(model.transformer.wte), padded_bytes(model, trial.num_ranks) // trial.num_ranks
+    for r, result in enumerate(run(trial, measure_wordy, trial.seed(), batch)):
+        before, after = (result["step"].alive(when) for when in ("before", "after"))
+        for told, alive, allowed, help in (
+            ("after the constructor", before, share, "Cut and empty it as you do the blocks."),
+            (
+                "after backward",
+                after,
+                share + result["gradients"],
+                "When backward is over, reduce its gradients and free it, as you do with a block.",
+            ),
+        ):
+            trial.require(
+                alive <= allowed + outside / 3,
+                f"of a GPT with a large token table {alive:,} bytes are alive on it {told}; its shards, and "
+                f"their gradients where there are some, have {allowed:,}",
+                cause="the token table, which lies outside the blocks, is still there whole",
+                help=help,
+                rank=r,
+            )
 
 
 def frozen_gpt(blocks: tuple[int, ...]) -> GPT:
@@ -262,7 +301,12 @@ def frozen_gpt(blocks: tuple[int, ...]) -> GPT:
 def measure_frozen(
     rank: Any, seed: int, blocks: tuple[int, ...], prefetch: bool, batch: tuple[Tensor, Tensor]
 ) -> dict:
-    model = build(partial(frozen_gpt, blocks), seed).to(rank.device)
+    return measure_step(rank, build(partial(frozen_gpt, blocks), seed), prefetch, batch)
+
+
+def measure_step(rank: Any, model: GPT, prefetch: bool, batch: tuple[Tensor, Tensor]) -> dict:
+    """The bytes that are alive before a step and after its backward, and those of the gradients."""
+    model = model.to(rank.device)
     with rank.record(memory=True) as step:
         sharded = rank.submission.FullySharded(model, rank.group, prefetch=prefetch)
         del model

@@ -305,17 +305,18 @@ def require_weights(
         if all(isinstance(t, Tensor) and is_close(t, right[name]) for t in actual):
             continue
         alternatives: dict[str, Any] = {ROUNDED: actual} if all(rounding(e, right) for e in ends) else {}
-        if not torch.equal(start[name], right[name]):
+        cause = explain()
+        frozen = torch.equal(start[name], right[name])
+        if not frozen and not cause:  # a symptom, which a cause explains
             alternatives["it is still what it was before training"] = start[name]
-        elif kind == "AdamW":
+        if frozen and kind == "AdamW":
             decayed = start[name] * (1 - DECAY["lr"] * DECAY["weight_decay"]) ** len(PASSES)
             alternatives["it has no gradient, and decayed: AdamW was given one of zeros"] = decayed
         for told, by_rule in expected.others().items():
             ends_so = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
             alternatives[told] = Fault(ends_so, STEPS.get(told, ""))
-        told = explain()
-        if told:
-            alternatives[told] = Fault(actual, STEPS.get(told, ""))
+        if cause:
+            alternatives[cause] = Fault(actual, STEPS.get(cause, ""))
         elif not same_everywhere(actual):
             told = "the ranks do not have the same weights: the updated shares did not reach every rank"
             alternatives[told] = actual

@@ -41,7 +41,9 @@ def one_of_many(rank) -> torch.Tensor:
 def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     rank.seed(seed)
     first, second = Dropout(probability), Dropout(probability)
+    began = states(rank.device)
     first = rank.submission.share_dropout(first, rank.group, rank.device)
+    stood_still = all(map(torch.equal, began, states(rank.device)))
     second = rank.submission.share_dropout(second, rank.group, rank.device)
     seeds = [getattr(each.generator, "initial_seed", object)() for each in (first, second)]
     asleep = rank.submission.share_dropout(Dropout(probability).eval(), rank.group, rank.device).train()
@@ -52,6 +54,7 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
         "masks": masks,
         "recording": recording,
         "seeded alike": seeds[0] == seeds[1],
+        "stood still": stood_still,
         "seeded with initial_seed": seeds == 2 * [torch.initial_seed()],
         "streams": [one_of_many(rank) for _ in range(MANY)],
         "asleep": first.eval()(ones),
@@ -59,6 +62,11 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
         "alike": drawn_by_ranks_seeded_alike(rank, probability),
         "repeated": repeated(rank),
     }
+
+
+def states(device: torch.device) -> list[torch.Tensor]:
+    """Where torch's global streams are, on the CPU and on the device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def repeated(rank) -> list[torch.Tensor]:
@@ -117,6 +125,11 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
 def why_alike(result: dict) -> str:
     if result["seeded with initial_seed"]:
         return "torch.initial_seed() is what the stream began with, whatever was drawn since: it is no draw"
+    if result["seeded alike"] and result["stood still"]:
+        return (
+            "the global stream stands after the call where it stood before, as fork_rng() and a state that is "
+            "set back leave it: the next dropout draws the same seed"
+        )
     return "both generators are seeded with the same number" if result["seeded alike"] else ""
 
 
@@ -132,7 +145,7 @@ def mask_is_random(trial: Trial) -> None:
     trial.require(
         not torch.equal(first, other),
         "two dropouts have the same stream of masks: every layer would drop the same elements",
-        help="Draw a new seed for each dropout: torch.randint.",
+        help="Draw a new seed for each dropout with torch.randint, and let that move the stream on.",
         cause=why_alike(trial.once(observe_dropout).results[0]),
     )
     streams = {tuple(mask.tolist()) for mask in trial.once(observe_dropout).results[0]["streams"]}

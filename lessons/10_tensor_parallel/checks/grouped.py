@@ -333,10 +333,16 @@ def other_sums(seen: SimpleNamespace, n: int) -> dict[str, list[Tensor] | Fault]
             sum(alone[rank % apart :: apart]) for rank in range(n)
         ]
     known: dict[str, list[Tensor] | Fault] = dict(found)
+    right = [rows_of(seen, fused_of(seen.dense.gradients), r, n)[HEADS // n * seen.size :] for r in range(n)]
+    for summed, other, pairs in (
+        ("values'", "keys'", zip(alone, right, strict=True)),
+        ("keys'", "values'", zip(right, alone, strict=True)),
+    ):
+        known[f"the {summed} rows are summed over the copies, and the {other} are what this rank found"] = Fault(
+            [torch.cat([keys[: len(keys) // 2], values[len(keys) // 2 :]]) for keys, values in pairs],
+            "A copy is a key head and a value head, 2 · head_size rows of c_attn: sum both.",
+        )
     if "c_attn.bias" in seen.weights:
-        right = [
-            rows_of(seen, fused_of(seen.dense.gradients), r, n)[HEADS // n * seen.size :] for r in range(n)
-        ]
         for told_sum, wrong in found.items():
             pairs = list(zip(wrong, right, strict=True))
             known[f"of c_attn.bias alone it is {told_sum}"] = Fault(
