@@ -106,8 +106,9 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
     """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size > 0, in its dtype.
 
     A reduce-scatter, then an all-gather: 2(n-1) steps, in which each rank sends 2(n-1)/n of the tensor's
-    bytes to a neighbour in the ring. The tensor need not be contiguous, nor lie in memory as it does on
-    other ranks. Uses only messages between two ranks, all of them over when the function returns.
+    bytes to a neighbour in the ring. All ranks have the same sum, to the last bit. The tensor need not be
+    contiguous, nor lie in memory as it does on other ranks. Uses only messages between two ranks, all of
+    them over when the function returns.
     """
     # answer
     shard = ring_reduce_scatter(tensor, group)

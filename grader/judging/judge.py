@@ -16,7 +16,7 @@ from grader.judging.course import Lesson
 from grader.judging.side_by_side import side_by_side
 from grader.judging.stories import Locate
 from grader.judging.submission import Submission, is_untouched
-from grader.judging.trial import Check, Exercise, Layout, Trial, derived_seed
+from grader.judging.trial import IN_A_LARGER_WORLD, Check, Exercise, Layout, Trial, derived_seed
 from grader.judging.verdicts import CheckEnded, CheckReport, ExerciseReport, Verdict, combine, readable
 from grader.ranks.faults import CannotGradeError, keep_traceback
 from grader.ranks.launcher import Code, Launcher
@@ -192,6 +192,8 @@ def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tupl
         raise CannotGradeError("this machine has no CUDA GPU that torch can use: leave the device at cpu")
     if os.environ.get(RANKS_SHARE_GPUS) == "1":
         return layouts, ()
+    on_four = replace(IN_A_LARGER_WORLD, world_size=4)  # the last rank of four is in the group
+    layouts = [on_four if count == 4 and layout == IN_A_LARGER_WORLD else layout for layout in layouts]
     possible = [layout for layout in layouts if layout.world_size <= count]
     if len(possible) == len(layouts):
         return layouts, ()

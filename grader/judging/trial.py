@@ -45,10 +45,14 @@ class Layout:
 
     @property
     def group(self) -> list[int]:
-        """World ranks. Of a larger world the odd ones: rank 0 is not in it, and no two are neighbours."""
+        """World ranks. Of a larger world the odd ones: no two are neighbours, and rank 0 is not in it."""
         return list(
             range(self.world_size) if self.world_size == self.num_ranks else range(1, self.world_size, 2)
         )
+
+
+IN_A_LARGER_WORLD = Layout(2, 5)
+"""Its group has neither the world's first rank nor its last."""
 
 
 @dataclass
@@ -67,7 +71,7 @@ class Exercise:
     def layouts(self) -> list[Layout]:
         """The layouts to try, in order."""
         layouts = [Layout(n, n) for n in self.world_sizes]
-        return [*layouts, Layout(2, 4)] if self.subgroup else layouts
+        return [*layouts, IN_A_LARGER_WORLD] if self.subgroup else layouts
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def exercise(
     Args:
         name: the learner's class or function; unique in the course.
         world_sizes: the numbers of ranks to check with, in this order.
-        subgroup: also with two ranks of four, world ranks 1 and 3.
+        subgroup: also with two ranks of five, world ranks 1 and 3.
         hints: from a nudge to nearly the answer.
         optional: graded only where the submission defines it.
         distributed: whether its ranks need a process group.
@@ -132,7 +136,7 @@ def check(
 
     Args:
         world_sizes: only at these numbers of ranks; None is all of the exercise's.
-        subgroup: also in the layout with two ranks of four, if the exercise has that.
+        subgroup: also in the layout with two ranks of five, if the exercise has that.
         first_of: only at one number of ranks, the first of these that there is. For what takes long, and
             does not depend on how many they are: three ranks show most, and a machine may have two GPUs.
         optional: an extra, shown as a star. It is looked at once all checks before it hold, and the exercise

@@ -181,6 +181,23 @@ def only_neighbours_talk(trial: Trial) -> None:
 
 
 @check("ring_all_reduce", subgroup=False)
+def small_tensors_go_round_too(trial: Trial) -> None:
+    """Whatever the size, neighbours alone talk, and the sum is the same on all ranks, to the last bit."""
+    for seen in (trial.once(observe_even), trial.once(observe_odd)):
+        require_neighbours(trial, seen)
+        for case, answers in zip(seen.cases, seen.answers, strict=True):
+            first = answers[0]["tensor"]
+            for r, answer in enumerate(answers):
+                trial.require(
+                    torch.equal(answer["tensor"], first),
+                    f"given {case} the sums on ranks 0 and {r} differ in their last digits",
+                    cause="the ranks add in another order each",
+                    help="A chunk is added up once, on its way round; what the all-gather brings is copied.",
+                    rank=r,
+                )
+
+
+@check("ring_all_reduce", subgroup=False)
 def each_rank_sends_its_share_of_the_bytes(trial: Trial) -> None:
     """A rank sends 2(n-1)/n of the tensor's bytes, chunks rounded up."""
     for observe in (observe_even, observe_odd):

@@ -70,7 +70,8 @@ def require_neighbours(trial: Trial, seen: SimpleNamespace) -> None:
             for event in sends(recording, case):
                 trial.require(
                     event.peer is None or event.peer in near,
-                    f"it sends to rank {event.peer}, and its neighbours are {_listed(near)}",
+                    f"given {seen.cases[case]} it sends to rank {event.peer}, and its neighbours are "
+                    f"{_listed(near)}",
                     help="In a ring a tensor goes from neighbour to neighbour, one step at a time.",
                     rank=r,
                 )

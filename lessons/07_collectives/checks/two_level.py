@@ -97,7 +97,8 @@ def observe_even(trial: Trial) -> list[SimpleNamespace]:
 
 def observe_odd(trial: Trial) -> list[SimpleNamespace]:
     odd = draw(trial, 12 * trial.integer(200, 400) + 5)
-    return ask(trial, [*sizes(trial), odd, draw(trial, 12 * 300 + 7), draw(trial, 12 * 300 + 2)])
+    others = [draw(trial, number) for number in (200, 12 * 300 + 7, 12 * 300 + 2)]
+    return ask(trial, [*sizes(trial), odd, *others])
 
 
 def observe_layouts(trial: Trial) -> list[SimpleNamespace]:

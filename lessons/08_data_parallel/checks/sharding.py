@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,17 @@ DEPENDS_ON = "Which rows a rank takes may depend on its rank, on n and on b, and
 """The next step for who makes them depend on more."""
 
 
+def begins_early(shares: list[list[int]]) -> str:
+    """Of shares in one piece each, and of unequal sizes, which rank begins too early; "" for none."""
+    pieces = all(share == list(range(share[0], share[0] + len(share))) for share in shares if share)
+    if not pieces or len({len(share) for share in shares}) == 1:
+        return ""
+    for r, (before, share) in enumerate(pairwise(shares), 1):
+        if before and share and before[0] < share[0] <= before[-1]:
+            return f"rank {r} begins at row {share[0]}, where rank {r - 1} has not ended"
+    return ""
+
+
 def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
     """The i-th batch is the ranks' shares together, and no row is in two of them."""
     b, n = seen.sizes[i], trial.num_ranks
@@ -128,10 +140,15 @@ def require_partition(trial: Trial, seen: SimpleNamespace, i: int) -> None:
         cause=CHANGES,
         help=DEPENDS_ON,
     )
+    early = begins_early(shares)
     trial.require(
         not twice,
         f"rows {twice} are in more than one share. {told}",
-        help="Shares are disjoint: their sizes may differ by a row; nothing is repeated to fill up the last.",
+        cause=early,
+        help="A share begins where those of all ranks before it end: at rank · (b // n) + min(rank, b % n), "
+        "if the first b % n ranks have a row more."
+        if early
+        else "Shares are disjoint: their sizes may differ by a row; nothing is repeated to fill up the last.",
     )
     rest = list(range(b - b % n, b))
     trial.require(

@@ -203,7 +203,12 @@ TWICE = (
 
 
 LOST = "the first backward pass is lost: the second one's gradient replaced its own"
-STEPS = {LOST: "Add to what the pass before has left, where = stands."}
+DECAYED = "it has no gradient, and decayed: AdamW was given one of zeros"
+STEPS = {
+    LOST: "Add to what the pass before has left, where = stands.",
+    DECAYED: "Give the optimizer None where there is no gradient: for a parameter that this pass has not "
+    "used, whatever else is in its bucket, and for one that zero_grad() has cleared.",
+}
 """The next step for who has a fault, where it says more than what is asked."""
 
 
@@ -311,7 +316,7 @@ def require_weights(
             alternatives["it is still what it was before training"] = start[name]
         if frozen and kind == "AdamW":
             decayed = start[name] * (1 - DECAY["lr"] * DECAY["weight_decay"]) ** len(PASSES)
-            alternatives["it has no gradient, and decayed: AdamW was given one of zeros"] = decayed
+            alternatives[DECAYED] = Fault(decayed, STEPS[DECAYED])
         for told, by_rule in expected.others().items():
             ends_so = [each[name] for each in (by_rule if len(by_rule) > 1 else by_rule * n)]
             alternatives[told] = Fault(ends_so, STEPS.get(told, ""))

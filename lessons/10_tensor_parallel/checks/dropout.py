@@ -127,8 +127,8 @@ def why_alike(result: dict) -> str:
         return "torch.initial_seed() is what the stream began with, whatever was drawn since: it is no draw"
     if result["seeded alike"] and result["stood still"]:
         return (
-            "the global stream stands after the call where it stood before, as fork_rng() and a state that is "
-            "set back leave it: the next dropout draws the same seed"
+            "the global stream stands after the call where it stood before, as fork_rng() and a state that "
+            "is set back leave it: the next dropout draws the same seed"
         )
     return "both generators are seeded with the same number" if result["seeded alike"] else ""
 

@@ -338,9 +338,11 @@ def other_sums(seen: SimpleNamespace, n: int) -> dict[str, list[Tensor] | Fault]
         ("values'", "keys'", zip(alone, right, strict=True)),
         ("keys'", "values'", zip(right, alone, strict=True)),
     ):
-        known[f"the {summed} rows are summed over the copies, and the {other} are what this rank found"] = Fault(
-            [torch.cat([keys[: len(keys) // 2], values[len(keys) // 2 :]]) for keys, values in pairs],
-            "A copy is a key head and a value head, 2 · head_size rows of c_attn: sum both.",
+        known[f"the {summed} rows are summed over the copies, and the {other} are what this rank found"] = (
+            Fault(
+                [torch.cat([keys[: len(keys) // 2], values[len(keys) // 2 :]]) for keys, values in pairs],
+                "A copy is a key head and a value head, 2 · head_size rows of c_attn: sum both.",
+            )
         )
     if "c_attn.bias" in seen.weights:
         for told_sum, wrong in found.items():

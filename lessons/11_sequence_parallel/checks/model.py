@@ -64,7 +64,7 @@ def other_losses(seen: SimpleNamespace, num_ranks: int) -> dict[str, Tensor]:
 @check("sequence_parallelize")
 def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the dense model's, the same on every rank, with ignored targets too."""
-    for seen in trial.once(observe_model).plain:
+    for seen in trial.once(observe_model):
         trial.close(
             f"the loss ({seen.name})",
             each_rank(seen, "loss"),
@@ -84,14 +84,14 @@ def logits_are_those_of_tensor_parallelize(trial: Trial) -> None:
         "The last token lies on the last rank that has one: gather before you take it. And cut off what pads "
         "the vocabulary."
     )
-    for seen in trial.once(observe_model).plain:
+    for seen in trial.once(observe_model):
         logits_are_right(trial, seen, help)
 
 
 @check("sequence_parallelize")
 def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
     """Every matrix of attention and MLP and the token table are shards; names stay, the table stays tied."""
-    for seen in trial.once(observe_model).plain:
+    for seen in trial.once(observe_model):
         given_one_is_changed(trial, seen)
         table_is_cut(trial, seen)
         matrices_are_cut(trial, seen, attentions(seen.config))
@@ -100,14 +100,14 @@ def model_is_cut_as_by_tensor_parallelize(trial: Trial) -> None:
 @check("sequence_parallelize")
 def replicated_gradients_are_summed(trial: Trial) -> None:
     """Norms, positions and the biases after a reduce-scatter have the dense gradient on every rank."""
-    for seen in trial.once(observe_model).plain:
+    for seen in trial.once(observe_model):
         block_gradients_are_right(trial, seen, "gradients", 1, only_replicated=True)
 
 
 @check("sequence_parallelize")
 def sliced_gradients_are_the_dense_models(trial: Trial) -> None:
     """Every slice of a matrix, and of the token table, has its part of the dense gradient."""
-    for seen in trial.once(observe_model).plain:
+    for seen in trial.once(observe_model):
         block_gradients_are_right(trial, seen, "gradients", 1, only_replicated=False)
         for prefix in attentions(seen.config):
             attention_gradients_are_right(trial, seen, "gradients", prefix)
@@ -117,7 +117,7 @@ def sliced_gradients_are_the_dense_models(trial: Trial) -> None:
 @check("sequence_parallelize", world_sizes=FEWER)
 def gradients_of_two_passes_add_up(trial: Trial) -> None:
     """A second pass, of half its loss, adds half to every gradient; one after zero_grad has its own alone."""
-    for seen in trial.once(observe_model).plain[:1]:
+    for seen in trial.once(observe_model)[:1]:
         for which, passes in (("twice", BOTH), *((name, 1) for name in CLEARED)):
             block_gradients_are_right(trial, seen, which, passes)
             table_gradients_are_right(trial, seen, which, passes)
@@ -127,7 +127,7 @@ def gradients_of_two_passes_add_up(trial: Trial) -> None:
 def sends_what_tensor_parallel_sends(trial: Trial) -> None:
     """Forward at most half an all-reduce more than tensor parallelism; backward what is gathered again."""
     n = trial.num_ranks
-    for seen in trial.once(observe_model).plain:
+    for seen in trial.once(observe_model):
         tokens, layers, h = seen.idx.numel(), seen.config["n_layer"], seen.config["n_embd"]
         whole, positions = 4 * tokens * h, 4 * seen.config["block_size"] * h
         loss = 2 * 6 * 4 * tokens  # a few numbers a token
@@ -182,7 +182,7 @@ def last_logits_alone_are_gathered(trial: Trial) -> None:
 def every_rank_computes_its_share(trial: Trial) -> None:
     """Each rank computes 1/n of the dense model's products."""
     n = trial.num_ranks
-    for seen in trial.once(observe_model).plain:
+    for seen in trial.once(observe_model):
         b, s = seen.idx.shape
         h, layers, v = (seen.config[key] for key in ("n_embd", "n_layer", "vocab_size"))
         dense = layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * n * -(-v // n)

@@ -8,14 +8,14 @@ from lessons_shared.cut_gpt_checks import attentions, table_gradients_are_right
 
 from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, masks_differ, stream_is_cut
-from .model_runs import RATE, WORDS, observe_model
+from .model_runs import RATE, WORDS, observe_dropping
 from .shared import FEWER, alive_before_backward, kept_bytes
 
 
 @check("sequence_parallelize", world_sizes=FEWER)
 def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
     """What enters and leaves a block, and what norms and dropouts read, are s/n tokens."""
-    for seen in trial.once(observe_model).dropping:
+    for seen in trial.once(observe_dropping):
         share = seen.idx.numel() * seen.config["n_embd"] // trial.num_ranks
         stream_is_cut(trial, seen, share)
         for rank, result in enumerate(seen.results):
@@ -46,14 +46,14 @@ def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
 @check("sequence_parallelize", world_sizes=FEWER)
 def dropout_differs_where_tokens_differ(trial: Trial) -> None:
     """No two dropouts drop the same elements, of one rank or of two, also if the ranks share a seed."""
-    for seen in trial.once(observe_model).dropping:
+    for seen in trial.once(observe_dropping):
         masks_differ(trial, seen.results, RATE, True, seen.name)
 
 
 @check("sequence_parallelize", world_sizes=FEWER)
 def gradients_are_right_with_dropout(trial: Trial) -> None:
     """With dropout, loss and gradients are the dense model's with the same elements dropped."""
-    for seen in trial.once(observe_model).dropping[:1]:
+    for seen in trial.once(observe_dropping)[:1]:
         dense = dense_model(seen.config, seen.weights)
         if not drop_as_seen(dense, dense.transformer.h, seen, RATE, True):
             return  # this program calls no norms and blocks that could be watched
@@ -81,7 +81,7 @@ def gradients_are_right_with_dropout(trial: Trial) -> None:
 @check("sequence_parallelize", world_sizes=FEWER)
 def nothing_is_dropped_in_eval_mode(trial: Trial) -> None:
     """In eval mode the loss is the dense model's."""
-    for seen in trial.once(observe_model).dropping[:1]:
+    for seen in trial.once(observe_dropping)[:1]:
         dense = dense_model(seen.config, seen.weights).eval()
         with torch.no_grad():
             expected = dense(seen.idx, seen.targets)[1]
@@ -91,7 +91,7 @@ def nothing_is_dropped_in_eval_mode(trial: Trial) -> None:
 @check("sequence_parallelize", world_sizes=FEWER)
 def bytes_alive_are_what_the_formula_says(trial: Trial) -> None:
     """With dropout no more is alive after the forward than 2 + 16/n times (b, s, h) a block, and the head."""
-    for seen in trial.once(observe_model).dropping[:1]:
+    for seen in trial.once(observe_dropping)[:1]:
         (b, s), n, h = seen.idx.shape, trial.num_ranks, seen.config["n_embd"]
         layers, part = seen.config["n_layer"], 4 * b * s * h // n
         block = kept_bytes(seen.config, b, s, n, masks=True)

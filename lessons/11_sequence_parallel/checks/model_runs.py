@@ -1,9 +1,10 @@
-"""One run of the whole model: without dropout in two shapes, and with dropout under two kinds of seeds.
+"""Runs of the whole model: without dropout in two shapes, and with dropout under two kinds of seeds.
 
 Four ranks on two cores spend most of it in small collectives, so a second layer, and a second backward, are
 where they can show something.
 """
 
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 
@@ -24,11 +25,12 @@ CUT_ASLEEP = "the ranks share a seed, and the model was in eval mode when it was
 WORDS = 12
 
 
-def model_probe(rank, plain: list, dropping: list) -> dict:
-    return {
-        "plain": [passes(rank, NAME, *case, twice) for case, twice in plain],
-        "dropping": [one_dropping(rank, *case) for case in dropping],
-    }
+def model_probe(rank, cases: list) -> list[dict]:
+    return [passes(rank, NAME, *case, twice) for case, twice in cases]
+
+
+def dropping_probe(rank, cases: list) -> list[dict]:
+    return [one_dropping(rank, *case) for case in cases]
 
 
 def model_use_probe(
@@ -100,55 +102,66 @@ def one_dropping(
     }  # fmt: skip
 
 
-def observe_model(trial: Trial) -> SimpleNamespace:
-    """`plain` and `dropping`: cases with the ranks' results; of those that drop the first was run in full."""
+def observe_model(trial: Trial) -> list[SimpleNamespace]:
+    """Cases without dropout, with the ranks' results."""
     n = trial.num_ranks
     odd = 30 + trial.choice([1, 5, 7, 11])  # not divisible by any number of ranks
     few = n in FEWER
-    plain = [case_with_slips(trial, "v divides", small_config(trial, bias=True, n_layer=2 if few else 1))]
+    cases = [case_with_slips(trial, "v divides", small_config(trial, bias=True, n_layer=2 if few else 1))]
     if trial.in_full or n == 3:
         uneven = small_config(trial, bias=False, vocab_size=odd, n_layer=1)
-        plain.append(case_with_slips(trial, "v does not divide", uneven))
+        cases.append(case_with_slips(trial, "v does not divide", uneven))
+    given = [
+        ((case.config, case.weights, case.idx, case.targets), few and case is cases[0]) for case in cases
+    ]
+    return with_results(trial, cases, model_probe, [given] * n)
+
+
+def observe_dropping(trial: Trial) -> list[SimpleNamespace]:
+    """Cases with dropout, with the ranks' results; the first was run in full."""
+    n = trial.num_ranks
     config = small_config(trial, dropout=RATE, vocab_size=WORDS, n_layer=1, n_embd=96)
     weights = marked(drawn_weights(trial, config))
     idx, targets = (trial.tokens(WORDS, 2, 24) for _ in range(2))
     base = trial.integer(1, 10**6)
-    kinds = {"with dropout, each rank seeded by itself": [base + 10 * r for r in range(n)]} if few else {}
+    kinds = {"with dropout, each rank seeded by itself": [base + 10 * r for r in range(n)]}
     if trial.in_full:
         kinds[CUT_ASLEEP] = [base] * n
-    dropping = [
+    cases = [
         SimpleNamespace(name=name, config=config, weights=weights, idx=idx, targets=targets) for name in kinds
     ]
     if trial.in_full:  # two layers, whose dropouts differ; the gradients are looked at in the first case
         deeper = {**config, "n_layer": 2}
-        dropping[-1].config, dropping[-1].weights = deeper, marked(drawn_weights(trial, deeper))
+        cases[-1].config, cases[-1].weights = deeper, marked(drawn_weights(trial, deeper))
     given = [
-        ((case.config, case.weights, case.idx, case.targets), few and case is plain[0]) for case in plain
-    ]
-    runs = [
-        (
-            given,
-            [
-                (
-                    case.config,
-                    case.weights,
-                    case.name != CUT_ASLEEP,
-                    kinds[case.name][r],
-                    number == 0,
-                    idx,
-                    targets,
-                )
-                for number, case in enumerate(dropping)
-            ],
-        )
+        [
+            (
+                case.config,
+                case.weights,
+                case.name != CUT_ASLEEP,
+                kinds[case.name][r],
+                number == 0,
+                idx,
+                targets,
+            )
+            for number, case in enumerate(cases)
+        ]
         for r in range(n)
     ]
+    return with_results(trial, cases, dropping_probe, given)
+
+
+def with_results(
+    trial: Trial, cases: list[SimpleNamespace], probe: Callable, given: list[list]
+) -> list[SimpleNamespace]:
+    """The cases, with what each rank made of them."""
     try:
-        results = run_on_tokens(trial, model_probe, runs)
+        results = run_on_tokens(trial, probe, [(mine,) for mine in given])
     except CheckEnded as end:
-        tell_partial_use(trial, end, model_use_probe, [given[0][0] for given, _ in runs])
+        first = cases[0]
+        alone = (first.config, first.weights, first.idx, first.targets)
+        tell_partial_use(trial, end, model_use_probe, [alone] * trial.num_ranks)
         raise
-    for name, cases in (("plain", plain), ("dropping", dropping)):
-        for number, case in enumerate(cases):
-            case.results = [result[name][number] for result in results]
-    return SimpleNamespace(plain=plain, dropping=dropping)
+    for number, case in enumerate(cases):
+        case.results = [result[number] for result in results]
+    return cases

@@ -4,11 +4,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, is_close
+from grader.checks import Fault, Trial, is_close
 from lessons_shared.evaluation import without_gradients
 from lessons_shared.results import overwritten
 
@@ -115,10 +116,41 @@ def require_dtype(trial: Trial, kind: Kind, seen: SimpleNamespace, exact: Simple
                     f"{what} in {str(dtype).removeprefix('torch.')}",
                     actual,
                     expected,
+                    alternatives=through_float32(run.found[0], (what, actual, expected)),
                     help="In float32 it is right. A buffer or a cast of another dtype loses digits, or takes "
                     "the bytes for other numbers.",
                     rtol=rtol,
                 )
+
+
+Found = tuple[str, list[Any], list[Tensor]]
+"""What a call gave: its name, and by rank what it is and what it should be."""
+
+
+def through_float32(output: Found, found: Found) -> dict[str, Fault]:
+    """What explains a result in float64 that has float32's digits, beside the output of the same call."""
+
+    def agrees(result: Found, rtol: float) -> bool:
+        _, actual, expected = result
+        return all(
+            isinstance(a, Tensor) and a.dtype == torch.float64 and is_close(a, e, rtol=rtol)
+            for a, e in zip(actual, expected, strict=True)
+        )
+
+    if not agrees(found, 1e-5):
+        return {}
+    if output[0] != found[0] and agrees(output, 1e-9):
+        told = (
+            "forward has all of float64's digits, and backward has float32's: what forward keeps for it, the "
+            "log-sum-exp for one, or what backward adds up in, is float32"
+        )
+        step = (
+            "Keep what ctx keeps in the dtype in which it was computed: widened later, its digits are gone."
+        )
+    else:
+        told = "it has float32's digits: something on the way is float32"
+        step = "Make buffers with empty_like, zeros_like or dtype=, and cast nothing to a narrower dtype."
+    return {told: Fault(found[1], step)}
 
 
 def is_right(seen: SimpleNamespace) -> bool:

@@ -118,11 +118,19 @@ def slips(
         "the two speeds have changed places": 1 / t * (t * Fraction(speed) / Fraction(flops)) ** 2,
     }
     rounded = {told: math.ceil(number) for told, number in known.items()}
-    return rounded | {
-        "rounded down: with so few tokens the block is computed before the hop has ended": math.floor(t),
-        "rounded to the nearest whole number: where that is below, the hop takes longer": round(t),
-        "always one more: where the times are equal, the hop is hidden": math.floor(t) + 1,
-    }
+    return (
+        rounded
+        | {
+            "rounded down: with so few tokens the block is computed before the hop has ended": math.floor(t),
+            "rounded to the nearest whole number: where that is below, the hop takes longer": round(t),
+            "always one more: where the times are equal, the hop is hidden": math.floor(t) + 1,
+        }
+        | (
+            {"it is rounded up before it is doubled: round once, last": 2 * math.ceil(t / 2)}
+            if zigzag
+            else {}
+        )
+    )
 
 
 # --- the checks ---

@@ -137,7 +137,10 @@ def why_they_differ(by_rank: list[list[int] | None], sizes: Sizes) -> str:
         by_place = {place(rank, sizes)[dim]: rows for rank, rows in enumerate(by_rank)}
         same = all(rows == by_place[place(rank, sizes)[dim]] for rank, rows in enumerate(by_rank))
         if same and len(set(map(str, by_place.values()))) == sizes[dim] > 1:
-            return f'rows go by the place along "{dim}": is a dimension asked for by its number?'
+            return (
+                f'rows go by the place along "{dim}": is a dimension asked for by its number, or the place '
+                "worked out from the rank's?"
+            )
     if sum(len(each or ()) for each in by_rank) <= max(max(each or [0]) for each in by_rank) + 1:
         return "ranks along context and tensor have rows of their own, where they read the same ones"
     return ""
