@@ -37,12 +37,14 @@ NO_LEAVES = frozenset(
 
 
 def _collect(value: Any, kind: type[T], found: list[T]) -> None:
-    """Plain numbers go first: this runs for every argument of every operation that is recorded."""
+    """Tensors and plain numbers go first: this runs for all arguments of all operations that are recorded."""
     if isinstance(value, kind):
         found.append(value)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            if type(each) not in NO_LEAVES:
+            if type(each) is kind:
+                found.append(each)
+            elif type(each) not in NO_LEAVES:
                 _collect(each, kind, found)
     elif isinstance(value, Mapping):
         for each in value.values():

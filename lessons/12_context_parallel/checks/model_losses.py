@@ -1,6 +1,5 @@
 """What the loss is of a GPT whose parts of the sequence, or sums over them, are put together otherwise."""
 
-import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -59,8 +58,10 @@ class Masked(nn.Module):
 
 
 def each_loss(model: GPT, idx: Tensor, targets: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-    """Cross entropy of every target (b, s), 0 where it is -1, in one process, with any positions and mask."""
-    model = copy.deepcopy(model).double()
+    """Cross entropy of every target (b, s), 0 where it is -1, in one process, with any positions and mask.
+
+    The model's attention has that mask afterwards.
+    """
     for block in model.transformer.h:
         block.attn.core = Masked(seen)
     x = model.embed(idx, positions)
@@ -80,7 +81,7 @@ def dense(sizes: dict, weights: dict, idx: Tensor, targets: Tensor) -> tuple[Ten
 def other_losses(seen: SimpleNamespace, targets: Tensor) -> dict[str, Any]:
     """Cause → the loss that it leads to, one or one a rank."""
     s = targets.size(1)
-    model = built(seen.sizes, seen.weights)
+    model = built(seen.sizes, seen.weights, torch.float64)
     losses = each_loss(model, seen.idx, targets, torch.arange(s), causal(s)).detach()
     found: dict[str, Any] = {
         "it is the sum over the tokens, not the mean": losses.sum(),
