@@ -124,7 +124,7 @@ def grade_exercise(
 ) -> ExerciseReport:
     """Run an exercise's checks on code that defines it; `tell` hears of each as it ends, in any order."""
     began = time.monotonic()
-    layouts, notes = _layouts(exercise, settings)
+    layouts, notes = layouts_of(exercise, settings)
     seed = settings.seed if settings.seed is not None else secrets.randbits(31)
     trials = [
         Trial(
@@ -183,7 +183,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _layouts(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tuple[str, ...]]:
+def layouts_of(exercise: Exercise, settings: Settings) -> tuple[list[Layout], tuple[str, ...]]:
+    """The layouts to try an exercise in, and what there is to say of those that are left out."""
     layouts = [x for x in exercise.layouts() if not settings.ranks or x.num_ranks in settings.ranks]
     if settings.device != "cuda":
         return layouts, ()

@@ -87,9 +87,10 @@ def step(
     for idx, targets in others:
         changed(idx, targets)[1].backward()
     result |= {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
+    begun = len(log.entries)
     with torch.no_grad():
         result["without gradients"] = changed.eval()(idx)[0]
-    return result
+    return result | {"evaluation": log.entries[begun:]}
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -197,12 +198,13 @@ def loss_and_gradients_are_as_without(trial: Trial) -> None:
         )
         help = "The second run must leave the random state as it finds it."
         trial.close(f"a random number drawn afterwards{told}", mine["drawn"], seen.plain["drawn"], help=help)
-        help = "Under no_grad, as in sampling, the model computes as before."
+        cause = other_blocks(mine["evaluation"], every)
         trial.close(
-            f"the logits in eval mode, without gradients{told}",
+            f"what the model gives in eval mode, without gradients{told}",
             mine["without gradients"],
             seen.plain["without gradients"],
-            help=help,
+            alternatives={cause: mine["without gradients"]} if cause else {},
+            help="In evaluation, as in sampling, a group that is not checkpointed still runs all its blocks.",
         )
 
 

@@ -72,9 +72,11 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             with torch.no_grad():
                 model.transformer.ln_f.weight[0] = torch.nan
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        rows, modes = [], []
+        shapes, modes = [], []
         drop = model.transformer.drop
-        model.transformer.wte.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
+        model.transformer.wte.register_forward_pre_hook(
+            lambda _, args, shapes=shapes: shapes.append(list(args[0].shape))
+        )
         drop.register_forward_pre_hook(lambda module, _, modes=modes: modes.append(module.training))
         inputs, targets = case["inputs"].clone(), case["targets"].clone()
         rank.seed(case["seed"])
@@ -87,7 +89,8 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "loss": loss.detach() if is_tensor else loss,
                 "attached": is_tensor and loss.requires_grad,
                 "gradients": gradients(model),
-                "rows": rows,
+                "rows": [shape[0] for shape in shapes],
+                "lengths": sorted({shape[-1] for shape in shapes}),
                 "modes": modes,
                 "modes after": [module.training for module in model.modules()],
                 "unchanged": {
@@ -231,12 +234,16 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             "the number of counted targets": float(counted(case.targets)),
         }
         for name, truth in expected.items():
+            actual = result["gradients"][name]
             alternatives = {text: before.get(name, 0.0) + total[name] for text, (_, total) in found.items()}
+            explained = any(agree(actual, other) for other in alternatives.values())
+            alternatives |= kept_slips(case, name, added[name])
+            alternatives |= {} if explained else of_cut_sequences(case, result["lengths"], actual)
             trial.close(
                 f"{case.told}: the gradient of {name}",
-                result["gradients"][name],
+                actual,
                 truth,
-                alternatives=alternatives | kept_slips(case, name, added[name]),
+                alternatives=alternatives,
                 factors=factors,
                 terms={text: gradients[name] for text, (_, gradients) in pieces.items()},
                 help=help,
@@ -249,6 +256,18 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             factors=factors,
             help=help if isinstance(result["loss"], Tensor) else "Return a tensor, and detach it.",
         )
+
+
+def of_cut_sequences(case: Case, lengths: list[int], actual: Any) -> dict[str, Fault]:
+    """What explains a wrong gradient where the model was given shorter sequences than the batch has."""
+    length = case.inputs.size(1)
+    if lengths == [length]:
+        return {}
+    told = (
+        f"the model was called with sequences of {' and '.join(map(str, lengths))} tokens, and those of the "
+        f"batch have {length}: tokens without a counted target are the context of others all the same"
+    )
+    return {told: Fault(actual, "Cut the batch into whole rows, whatever counts in them.")}
 
 
 def microbatches(case: Case) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                     parameter.grad *= every
             if slip.mean_of_means:
                 means = [model(*group[place])[1].item() for place in counting(group, slip)]
-                total = sum(means) / len(group)
+                total = sum(means) / len(means)
             if slip.by_value:
                 nn.utils.clip_grad_value_(model.parameters(), NORM)
             elif slip.clip and (slip.clip_rest or len(group) == case.accumulate):

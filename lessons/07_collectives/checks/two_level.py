@@ -316,12 +316,14 @@ def require_bytes(
     cause = step = ""
     if n > 1 and sent > allowed and 2 * m * home <= 2.2 * (n - 1) * case.num_bytes / n * 2:
         cause = "inner and outer are swapped: the small part travels inside"
+    elif m > 2 and abs(sent - (m - 1) * -(-case.num_elements // n) * size) <= SMALL * m:
+        gather = f"{calls[0]}: " if calls else ""
+        cause = f"{gather}every rank is sent all m shards whole, (m-1)·S/n, and adds them up by itself"
+        step = "Across the machines all-reduce the shard: for m = 2 alone that sends as much."
     elif sent > allowed + SMALL * n * m and carries_the_whole(each, i, r):
         cause, step = whole_for_which_sizes(trial, each)
     elif len(calls) > 1:
         cause = f"the shard goes across more than once: {', '.join(calls[:3])}"
-    elif m > 2 and calls and all(event.kind == "all_gather" for event in beyond):
-        cause = f"{calls[0]}: every rank is sent all m shards whole, (m-1)·S/n, and adds them up by itself"
     trial.require(
         sent <= allowed + SMALL * n * m,
         f"given {case} ({told(each.machines)}) it sends {sent:,.0f} bytes across machines, where "

@@ -131,15 +131,24 @@ def only_shards_at_rest(trial: Trial) -> None:
     """After the constructor, and after evaluation, a rank has its shards, P/n numbers, and no whole block."""
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
-        for when, told in (
-            ("at rest", "after the constructor"),
-            ("evaluated", "after a forward under no_grad"),
+        for when, told, help in (
+            (
+                "at rest",
+                "after the constructor",
+                "Nothing may hold on to whole weights: not the given model, not a list, not a view.",
+            ),
+            (
+                "evaluated",
+                "after a forward under no_grad",
+                "Free every block after its forward, the last one too, also where no backward follows.",
+            ),
         ):
             alive = result["step"].alive(when)
             trial.require(
                 alive <= seen.share + 2 * seen.outside + SMALL,
-                f"{told} {blocks(seen, alive)} are alive on it: its share of the weights is {seen.share:,}",
-                help="Nothing may hold on to whole weights: not the given model, not a list, not a view.",
+                f"{told} {blocks(seen, alive - seen.share)} are alive on it beside its share of the weights, "
+                f"{seen.share:,}",
+                help=help,
                 rank=r,
                 cause="whole weights are still there" if alive >= bytes_of(seen.model) else "",
             )

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -45,12 +46,12 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     first = rank.submission.share_dropout(first, rank.group, rank.device)
     stood_still = all(map(torch.equal, began, states(rank.device)))
     second = rank.submission.share_dropout(second, rank.group, rank.device)
-    seeds = [getattr(each.generator, "initial_seed", object)() for each in (first, second)]
+    seeds = [seed_of(each) for each in (first, second)]
     asleep = rank.submission.share_dropout(Dropout(probability).eval(), rank.group, rank.device).train()
     ones = torch.ones(*shape, device=rank.device)
     with rank.record() as recording:
         masks = [first(ones), first(ones), second(ones), asleep(ones)]
-    return {
+    found = {
         "masks": masks,
         "recording": recording,
         "seeded alike": seeds[0] == seeds[1],
@@ -62,6 +63,12 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
         "alike": drawn_by_ranks_seeded_alike(rank, probability),
         "repeated": repeated(rank),
     }
+    return {**found, "seeded by the stream": seeds[0] != found["alike"].pop("seed")}
+
+
+def seed_of(dropout: Dropout) -> Any:
+    """What its generator was seeded with."""
+    return getattr(dropout.generator, "initial_seed", object)()
 
 
 def states(device: torch.device) -> list[torch.Tensor]:
@@ -79,7 +86,7 @@ def repeated(rank) -> list[torch.Tensor]:
     return masks
 
 
-def drawn_by_ranks_seeded_alike(rank, probability: float) -> dict[str, torch.Tensor]:
+def drawn_by_ranks_seeded_alike(rank, probability: float) -> dict[str, Any]:
     """What a rank draws without a dropout, and after one, with the same seed on every rank."""
 
     def drawn() -> torch.Tensor:
@@ -88,8 +95,8 @@ def drawn_by_ranks_seeded_alike(rank, probability: float) -> dict[str, torch.Ten
     rank.seed(ALIKE)
     without = drawn()
     rank.seed(ALIKE)
-    rank.submission.share_dropout(Dropout(probability), rank.group, rank.device)
-    return {"without": without, "after": drawn()}
+    shared = rank.submission.share_dropout(Dropout(probability), rank.group, rank.device)
+    return {"without": without, "after": drawn(), "seed": seed_of(shared)}
 
 
 def observe_dropout(trial: Trial) -> SimpleNamespace:
@@ -125,7 +132,7 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
 def why_alike(result: dict) -> str:
     if result["seeded with initial_seed"]:
         return "torch.initial_seed() is what the stream began with, whatever was drawn since: it is no draw"
-    if result["seeded alike"] and result["stood still"]:
+    if result["seeded alike"] and result["stood still"] and result["seeded by the stream"]:
         return (
             "the global stream stands after the call where it stood before, as fork_rng() and a state that "
             "is set back leave it: the next dropout draws the same seed"

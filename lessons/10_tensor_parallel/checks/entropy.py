@@ -95,9 +95,14 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     if n > 2:  # all of the last rank's, and some of the one before
         missing += share
     padded[:, v - missing :] = float("-inf")
+    targets = trial.tokens(v, len(plain))
+    edges = [
+        share * r + i for r in range(1, n) for i in (-1, 0)
+    ]  # the last word of a rank, the next one's first
+    targets[: len(edges)] = torch.tensor(edges)
     return {
         "with ignored targets": (some, ignored),  # first: a count that is kept is not that of all targets
-        "plain": (plain, trial.tokens(v, len(plain))),
+        "plain": (plain, targets),
         "all targets on the last rank": (last, trial.tokens(share, len(last)) + v - share),
         "large logits": (large + offset, trial.tokens(v, len(large))),
         "padded vocabulary": (
