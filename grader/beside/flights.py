@@ -186,7 +186,7 @@ class Flights:
     @staticmethod
     def _is_near(taken: Taken, args: Any, kwargs: Any) -> bool:
         """Whether a tensor lies in a storage with something on its way: a quick look, as most do not."""
-        for tensor in tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args):
+        for tensor in tensors_in(args) + tensors_in(kwargs):
             if tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()

@@ -261,7 +261,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
 def of_cut_sequences(case: Case, lengths: list[int], actual: Any) -> dict[str, Fault]:
     """What explains a wrong gradient where the model was given shorter sequences than the batch has."""
     length = case.inputs.size(1)
-    if lengths == [length]:
+    if not lengths or lengths[-1] > length or lengths == [length]:
         return {}
     told = (
         f"the model was called with sequences of {' and '.join(map(str, lengths))} tokens, and those of the "

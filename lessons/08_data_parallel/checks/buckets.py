@@ -281,11 +281,7 @@ def first_fit(sizes: tuple[int, ...], room: int) -> list[int]:
 
 def are_neighbours(held: list[int], sizes: tuple[int, ...]) -> bool:
     """Whether buckets that hold so much can be the gradients in their order, cut into pieces."""
-    ends, at, cuts = set(accumulate(sizes)), 0, []
-    for units in held:
-        at += units
-        cuts.append(at)
-    return ends.issuperset(cuts)
+    return set(accumulate(sizes)).issuperset(accumulate(held))
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)

@@ -279,10 +279,11 @@ def require_the_rest_freed(trial: Trial) -> None:
     outside, share = bytes_of(model.transformer.wte), padded_bytes(model, trial.num_ranks) // trial.num_ranks
     for r, result in enumerate(run(trial, measure_wordy, trial.seed(), batch)):
         before, after = (result["step"].alive(when) for when in ("before", "after"))
-        for told, alive, allowed, help in (
-            ("after the constructor", before, share, "Cut and empty it as you do the blocks."),
+        for told, what, alive, allowed, help in (
+            ("after the constructor", "", before, share, "Cut and empty it as you do the blocks."),
             (
                 "after backward",
+                " or its gradient",
                 after,
                 share + result["gradients"],
                 "When backward is over, reduce its gradients and free it, as you do with a block.",
@@ -292,7 +293,7 @@ def require_the_rest_freed(trial: Trial) -> None:
                 alive <= allowed + outside / 3,
                 f"of a GPT with a large token table {alive:,} bytes are alive on it {told}; its shards, and "
                 f"their gradients where there are some, have {allowed:,}",
-                cause="the token table, which lies outside the blocks, is still there whole",
+                cause=f"the token table, which lies outside the blocks,{what} is still there whole",
                 help=help,
                 rank=r,
             )

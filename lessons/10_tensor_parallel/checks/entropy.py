@@ -96,9 +96,8 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
         missing += share
     padded[:, v - missing :] = float("-inf")
     targets = trial.tokens(v, len(plain))
-    edges = [
-        share * r + i for r in range(1, n) for i in (-1, 0)
-    ]  # the last word of a rank, the next one's first
+    # Among them are the last word of each rank and the first one of the next.
+    edges = [share * r + i for r in range(1, n) for i in (-1, 0)]
     targets[: len(edges)] = torch.tensor(edges)
     return {
         "with ignored targets": (some, ignored),  # first: a count that is kept is not that of all targets
