@@ -343,7 +343,7 @@ def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> C
 
 def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
     def key(event: Event) -> tuple:
-        size = event.num_elements if event.kind in ("all_reduce", "broadcast", "reduce") else 0
+        size = 0 if event.kind == "all_to_all" else event.num_elements  # which may be uneven
         return event.kind, event.op, event.dtype, size
 
     counts = Counter(key(event) for event in calls.values())
@@ -352,11 +352,15 @@ def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
     odd = min(calls, key=lambda r: (counts[key(calls[r])], -r))
     other = next(r for r in calls if key(calls[r]) != key(calls[odd]))
     first, second = sorted((odd, other))
+    if key(calls[first])[:-1] == key(calls[second])[:-1]:
+        help = "Each rank gives a collective as many elements as all others do: pad what is shorter or empty."
+    else:
+        help = "All ranks must call the same collectives, in the same order, on the same kind of tensor."
     return CheckEnded(
         Verdict.WRONG,
         f"the ranks parted: rank {first} called {messages.told(calls[first], locate)}, "
         f"rank {second} called {messages.told(calls[second], locate)}",
-        help="All ranks must call the same collectives, in the same order, on the same kind of tensor.",
+        help=help,
     )
 
 
