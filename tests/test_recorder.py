@@ -255,6 +255,34 @@ def handles(rank):
     return {"recording": recording}
 
 
+def waits_again(rank):
+    """Two gathers are on their way, and somebody waits twice for the first of them, or asks it many times."""
+    import torch.distributed._functional_collectives as functional
+
+    x = torch.ones(4)
+    with rank.record() as recording:
+        recording.mark("functional")
+        first, second = (functional.all_gather_tensor(x, 0, rank.group) for _ in range(2))
+        whole = functional.wait_tensor(first)
+        functional.wait_tensor(whole)
+        recording.mark("second")
+        functional.wait_tensor(second)
+        recording.mark("handle")
+        works = [dist.all_reduce(torch.ones(4), group=rank.group, async_op=True) for _ in range(2)]
+        works[0].wait()
+        works[0].wait()
+        recording.mark("other handle")
+        works[1].wait()
+    return recording
+
+
+def test_to_wait_again_for_the_same_ends_nothing_else() -> None:
+    report = on_ranks(waits_again)
+    for recording in (rank.result for rank in report.ranks):
+        asked = {name: recording.waits(name) for name in recording.totals if name}
+        assert asked == {"functional": 1, "second": 1, "handle": 1, "other handle": 1}
+
+
 def test_a_handle_that_nobody_waits_for_is_seen() -> None:
     for rank in on_ranks(handles).ranks:
         recording: Recording = rank.result["recording"]

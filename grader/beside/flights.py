@@ -242,8 +242,8 @@ class Flights:
         flight = self._by_handle.get(id(handle))
         return flight.event.index if flight else 0
 
-    def waited(self, handle: Any, blocks: bool = False) -> None:
-        """Its buffers are the learner's again.
+    def waited(self, handle: Any, blocks: bool = False) -> bool:
+        """Its buffers are the learner's again; says whether they were not before, as far as is known.
 
         Args:
             blocks: whether it is a wait(), which returns when the message is over.
@@ -254,14 +254,16 @@ class Flights:
         flight = self._by_handle.get(id(handle))
         if flight is None:
             self._strangers += 1
-            return
+            return True
         if blocks and flight.ended_at is not None:
             raise WaitedTwiceError(flight)
-        if flight in self._aloft:
-            self._aloft.remove(flight)
-            self._taken = None
-            if flight.event.kind == "recv":
-                self._unread.extend(flight.fills)
+        if flight not in self._aloft:
+            return False
+        self._aloft.remove(flight)
+        self._taken = None
+        if flight.event.kind == "recv":
+            self._unread.extend(flight.fills)
+        return True
 
     def ended(self, handle: Any) -> None:
         """See that a wait() has returned."""

@@ -132,6 +132,8 @@ class Recorder(TorchDispatchMode):
         self._delays = None if delay_seed is None else random.Random(delay_seed)
         self._index = 0
         self._window: Window | None = None
+        self._unwaited: dict[int, int] = {}
+        """Storage of what a functional collective brings → `Event.index`, until somebody waits for it."""
         self.calls: Counter[tuple[int, ...]] = Counter()
         """World ranks of a group → calls that its backend counts for what was seen (see beside.unseen)."""
         self.flights = Flights(lambda: self._place()[:2])
@@ -190,11 +192,21 @@ class Recorder(TorchDispatchMode):
             raise
         if event is not None and func.namespace == "c10d":
             self.flights.started(func, args, event, result)
+        if communicates and func.namespace == "_c10d_functional":
+            self._follow(func, args, event, result)
         if self._window is not None:
-            if communicates and func._opname == "wait_tensor":
-                self._window.saw_wait()
             self._window.see(func, args, kwargs, result, event, self._index)
         return result
+
+    def _follow(self, func: Any, args: Any, event: Event | None, result: Any) -> None:
+        """See a functional collective, or that somebody waits for one: only the first time ends it."""
+        if event is not None:
+            self._unwaited |= dict.fromkeys(_storages(tensors_in(result)), event.index)
+        elif func._opname == "wait_tensor":
+            ended = {self._unwaited.get(key) for key in _storages(tensors_in(args))} - {None}
+            self._unwaited = {key: index for key, index in self._unwaited.items() if index not in ended}
+            if ended and self._window is not None:
+                self._window.saw_wait()
 
     def saw_backend_call(self, kind: str, tensors: list[Tensor], group: tuple[int, ...]) -> None:
         """Count a collective that was called on the backend object, below torch's dispatcher."""
@@ -210,8 +222,8 @@ class Recorder(TorchDispatchMode):
         """Count that somebody asks a handle, such as `isend` returns, for its end."""
         self._on_wait(self.flights.index(handle))
         try:
-            self.flights.waited(handle, blocks)
-            if self._window is not None:
+            first = self.flights.waited(handle, blocks)
+            if first and self._window is not None:
                 self._window.saw_wait()
             yield
         finally:
