@@ -88,8 +88,13 @@ def checkpoint_blocks(model, every=1):
         forwards = [block.forward for block in group]
 
         def forward(x, group=group, forwards=forwards):
-            again = Again(group, forwards)
-            return torch_checkpoint(again, x, use_reentrant=True) if torch.is_grad_enabled() else again(x)
+            again, anchor = (
+                Again(group, forwards),
+                torch.empty(0, requires_grad=True),
+            )  # x may need no gradient
+            if not torch.is_grad_enabled():
+                return again(x)
+            return torch_checkpoint(lambda x, _: again(x), x, anchor, use_reentrant=True)
 
         group[0].forward = forward
         for block in group[1:]:

@@ -416,6 +416,49 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
         close_with_generators(trial, run("mine", every), plain, slips, {FIRST_BLOCKS: ALL_OF_THE_GROUP})
 
 
+def behind_frozen_tables(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> dict:
+    """A step of a GPT whose tables are frozen: what enters its first group needs no gradient."""
+    model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
+    before, log = dict(model.named_parameters()), Log(model.transformer.h)
+    model.transformer.wte.requires_grad_(False)
+    model.transformer.wpe.requires_grad_(False)
+    if how == "mine":
+        model = rank.submission.checkpoint_blocks(model, 2)
+    loss = model(idx)[0].square().mean()
+    begun = len(log.entries)
+    loss.backward()
+    return {"gradients": gradients(before), "again": log.entries[begun:]}
+
+
+@check("checkpoint_blocks")
+def the_first_group_may_follow_frozen_tables(trial: Trial) -> None:
+    """Where the tables are frozen, the first group is computed again too, and its weights get gradients."""
+    config = GPTConfig(
+        block_size=16, vocab_size=20, n_layer=3, n_head=2, n_embd=2 * trial.integer(8, 12), dropout=0.3
+    )
+    inputs, seeds = (asdict(config), trial.seed(), trial.tokens(20, 2, 16)), [trial.seed()]
+    mine, plain = (trial.run(behind_frozen_tables, how, *inputs, seeds=seeds)[0] for how in ("mine", "plain"))
+    missing = sorted(set(range(config.n_layer)) - set(mine["again"]))
+    trial.require(
+        not missing,
+        "with frozen token and position tables and every=2, backward does not compute the blocks "
+        f"{', '.join(map(str, missing))} again",
+        cause="a group whose input needs no gradient is not checkpointed: its weights need theirs, and so it "
+        "keeps all that a block keeps"
+        if missing == [0, 1]
+        else "the graph does not lead to the blocks: an autograd.Function of which no input needs a gradient, "
+        "as in the older version, has an output that needs none"
+        if len(missing) == config.n_layer
+        else "",
+        help="Do not ask whether the input needs a gradient: gradients may be wanted inside. If it is "
+        "`checkpoint` that asks, mend it there.",
+    )
+    trained = {name: gradient for name, gradient in plain["gradients"].items() if gradient is not None}
+    names = {name: f"the gradient of {name}, with frozen tables," for name in trained}
+    help = "The weights of the first group get their gradients, though its input needs none."
+    close_by_name(trial, names, mine["gradients"], trained, {}, help)
+
+
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> list[int]:
     """The blocks that backward runs in a GPT that was there when another one was checkpointed."""
     other, model = (build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device) for _ in range(2))

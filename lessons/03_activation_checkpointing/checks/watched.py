@@ -119,6 +119,15 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     }
 
 
+def watch_frozen(rank: Any, config: dict, seed: int, x: Tensor, sizes: Tensor) -> list[int]:
+    """The blocks that run in a pass in which block 1 is frozen."""
+    blocks = build(lambda: GPT(GPTConfig(**config)).transformer.h, seed, rank.device)
+    log = Log(blocks)
+    blocks[1].requires_grad_(False)
+    rank.submission.watched_forward(blocks, x.requires_grad_(), sizes).sum().backward()
+    return log.entries
+
+
 def observe(trial: Trial) -> SimpleNamespace:
     heads = trial.integer(2, 4)
     config = GPTConfig(
@@ -140,7 +149,12 @@ def observe(trial: Trial) -> SimpleNamespace:
         return trial.run(watch, how, *inputs, seeds=seeds)[0][part]
 
     return SimpleNamespace(
-        mine=mine, plain=plain, other=other, num_blocks=config.n_layer, stream=batches[0].nbytes
+        mine=mine,
+        plain=plain,
+        other=other,
+        frozen=lambda: trial.run(watch_frozen, *inputs[:2], batches[2], inputs[3])[0],
+        num_blocks=config.n_layer,
+        stream=batches[0].nbytes,
     )
 
 
@@ -314,4 +328,10 @@ def blocks_are_still_checkpointed(trial: Trial) -> None:
         f"{alive:,} bytes are alive after a forward; the outputs of {seen.num_blocks} blocks are "
         f"{seen.num_blocks * seen.stream:,}, and without checkpointing it would be {without:,}",
         help="Each block has a checkpoint of its own, and nothing else holds activations.",
+    )
+    trial.require(
+        seen.frozen().count(1) == 2,
+        "where the weights of block 1 are frozen, backward does not compute block 1 again",
+        cause="a frozen block is not checkpointed: for the gradient of its input it keeps as much as others",
+        help="Ask a block's mode, and not whether its weights are trained.",
     )

@@ -9,7 +9,19 @@ import torch
 from grader.checks import Trial, check, exercise, is_close
 from nanogpt.model import GPTConfig
 
-from .epoch_truth import DECAY, RATE, SLIPS, Batches, draw, epochs, gradient_of, leave_gradients, make, tools
+from .epoch_truth import (
+    DECAY,
+    RATE,
+    SLIPS,
+    Batches,
+    draw,
+    epochs,
+    freeze,
+    gradient_of,
+    leave_gradients,
+    make,
+    tools,
+)
 from .models import build
 
 exercise(
@@ -37,11 +49,21 @@ def train(
     num_epochs: int = 1,
     left: bool = False,
     part: bool = False,
+    frozen: bool = False,
+    broken: bool = False,
 ) -> dict[str, Any]:
-    """The probe: what the optimizer found at each of its steps, and what the epochs left behind."""
+    """The probe: what the optimizer found at each of its steps, and what the epochs left behind.
+
+    `broken`: a weight is NaN.
+    """
     model = make(GPTConfig(**config), seed, sharpness).to(rank.device)
     if left:
         leave_gradients(model)
+    if frozen:
+        freeze(model)
+    if broken:
+        with torch.no_grad():
+            model.transformer.ln_f.weight[0] = torch.nan
     optimizer, scheduler = tools(model, part)
     steps: list[dict[str, Any]] = []
     shapes: list[tuple[int, ...]] = []
@@ -101,7 +123,7 @@ LAST_GROUP = "The last group is shorter, and is a group all the same."
 
 def observe(trial: Trial, case: Any, num_epochs: int = 1) -> SimpleNamespace:
     arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate)
-    result = trial.run(train, *arguments, num_epochs, case.left, case.part)[0]
+    result = trial.run(train, *arguments, num_epochs, case.left, case.part, case.frozen)[0]
     return SimpleNamespace(case=case, result=result, expected=epochs(case, num_epochs), num_epochs=num_epochs)
 
 
@@ -258,6 +280,11 @@ def observe_many_steps(trial: Trial) -> SimpleNamespace:
     return observe(trial, case)
 
 
+def observe_frozen(trial: Trial) -> SimpleNamespace:
+    """The optimizer holds the blocks alone, so that it is the norm that tells."""
+    return observe(trial, draw(trial, 4, 2, sharpness=0.3, left=True, part=True, frozen=True))
+
+
 def observe_short(trial: Trial) -> SimpleNamespace:
     """Fewer micro-batches than a step takes; the middle one counts nothing."""
     return observe(trial, draw(trial, 3, 5, sharpness=0.3, empty=1))
@@ -365,6 +392,27 @@ def the_optimizer_may_hold_a_part(trial: Trial) -> None:
     )
     for seen in (trial.once(observe_part), trial.once(observe_many_steps)):
         require_gradients(trial, seen, help)
+
+
+@check("train_epoch")
+def what_frozen_parameters_have_does_not_count(trial: Trial) -> None:
+    """What stood in the `.grad` of a frozen parameter before the epoch does not count either."""
+    help = "clip_grad_norm_ counts every .grad that is there: clear those of all parameters, frozen or not."
+    require_gradients(trial, trial.once(observe_frozen), help)
+
+
+@check("train_epoch")
+def a_nan_of_the_epoch_is_not_hidden(trial: Trial) -> None:
+    """Where the model gives NaN for targets that count, the step's loss is NaN."""
+    case = draw(trial, 2, 2, sharpness=0.3, empty=1)
+    arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate)
+    losses = trial.run(train, *arguments, 1, False, False, False, True)[0]["losses"][0]
+    trial.require(
+        all(math.isnan(loss) for loss in losses),
+        f"a weight is NaN, and the losses of the epoch are {losses}",
+        cause="a loss that is not a number is taken for that of a micro-batch without counted targets",
+        help="Ask for the number of counted targets, and not whether the loss is a number.",
+    )
 
 
 @check("train_epoch")

@@ -34,6 +34,11 @@ def leave_gradients(model: nn.Module) -> None:
         parameter.grad = 1000 * parameter.detach()
 
 
+def freeze(model: GPT) -> None:
+    """Freeze the positions: in an epoch, no backward reaches them."""
+    model.transformer.wpe.requires_grad_(False)
+
+
 def tools(model: GPT, part: bool = False) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler.
 
@@ -62,6 +67,8 @@ class Slip:
     clip_rest: bool = True
     """Whether the gradient of a shorter group at the end is clipped as well."""
     zero: bool = True
+    zero_trained: bool = False
+    """A frozen parameter keeps its gradient, and the norm counts it."""
     zero_held: bool = False
     """What the optimizer does not hold keeps its gradients, and the norm counts them."""
     divides: bool = False
@@ -94,11 +101,12 @@ def draw(
     empty: int | None = None,
     left: bool = False,
     part: bool = False,
+    frozen: bool = False,
 ) -> Any:
     """Micro-batches of other shapes with other counts; `even`: all alike, and every target counts.
 
     The `empty`-th counts none; `left`: something stands in `.grad` before the epoch; `part`: the optimizer
-    holds some of the parameters alone.
+    holds some of the parameters alone; `frozen`: one parameter is.
     """
     config = GPTConfig(
         block_size=12, vocab_size=trial.integer(19, 29), n_layer=1, n_head=2, n_embd=8, bias=False
@@ -122,6 +130,7 @@ def draw(
         accumulate=accumulate,
         left=left,
         part=part,
+        frozen=frozen,
     )
 
 
@@ -152,10 +161,11 @@ def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> floa
 
 def clip_sum(model: nn.Module, num_counted: int) -> None:
     """Clip the gradient that a sum over so many targets has, and make it that of a mean."""
-    for parameter in model.parameters():
+    reached = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in reached:
         parameter.grad *= num_counted
-    nn.utils.clip_grad_norm_(model.parameters(), NORM)
-    for parameter in model.parameters():
+    nn.utils.clip_grad_norm_(reached, NORM)
+    for parameter in reached:
         parameter.grad /= num_counted
 
 
@@ -165,6 +175,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
     model = make(case.config, case.seed, case.sharpness).double()
     if case.left:
         leave_gradients(model)
+    if case.frozen:
+        freeze(model)
     optimizer, scheduler = tools(model, case.part)
     seen = SimpleNamespace(gradients=[], losses=[], rates=[], weights=None)
     for _ in range(num_epochs):
@@ -172,6 +184,9 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
         for i, group in enumerate(groups(case)):
             if slip.zero_held or (slip.zero_once and i):
                 optimizer.zero_grad()
+            elif slip.zero_trained:
+                for parameter in model.parameters():
+                    parameter.grad = None if parameter.requires_grad else parameter.grad
             elif slip.zero:
                 model.zero_grad()
             total = 0.0
@@ -193,7 +208,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.divides_held:
                 held = {p for part in optimizer.param_groups for p in part["params"]}
                 for parameter in set(model.parameters()) - held:
-                    parameter.grad *= every
+                    if parameter.grad is not None:
+                        parameter.grad *= every
             if slip.mean_of_means:
                 means = [model(*group[place])[1].item() for place in counting(group, slip)]
                 total = sum(means) / len(means)
@@ -234,6 +250,9 @@ SLIPS = {
     "the scheduler moved on before the optimizer had made its step": Slip(early=True),
     "what stood in .grad before is still there: zero_grad belongs before each group's first backward": Slip(
         zero=False
+    ),
+    "what stood in .grad of a frozen parameter is still there, and the norm counts it": Slip(
+        zero_trained=True
     ),
     "what stood in .grad of parameters that the optimizer does not hold is still there, and the norm counts "
     "it": Slip(zero_held=True),
