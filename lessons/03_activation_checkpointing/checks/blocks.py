@@ -446,8 +446,8 @@ def the_first_group_may_follow_frozen_tables(trial: Trial) -> None:
         cause="a group whose input needs no gradient is not checkpointed: its weights need theirs, and so it "
         "keeps all that a block keeps"
         if missing == [0, 1]
-        else "the graph does not lead to the blocks: an autograd.Function of which no input needs a gradient, "
-        "as in the older version, has an output that needs none"
+        else "the graph does not lead to the blocks: an autograd.Function of which no input needs a "
+        "gradient, as in the older version, has an output that needs none"
         if len(missing) == config.n_layer
         else "",
         help="Do not ask whether the input needs a gradient: gradients may be wanted inside. If it is "

@@ -194,3 +194,21 @@ def two_passes_add_up(trial: Trial) -> None:
     help = "Nothing of the first pass may be lost, or be counted twice."
     seen = trial.once(observe_two_passes)
     require_gradients(trial, seen, "after two passes", other_sums, help, terms=by_pass)
+
+
+def observe_cleared_between(trial: Trial) -> SimpleNamespace:
+    return observe_passes(trial, [False, False], [BOTH], [BOTH], cleared=True, between=True)
+
+
+def put_back(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+    """What is there if what stood in .grad before the forward comes back."""
+    both = expected_gradients(seen.seed, [each for step in seen.steps for each in step])[0][name]
+    return {"what stood in .grad before the forward is put back into it after backward": both}
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def cleared_between_forward_and_backward(trial: Trial) -> None:
+    """zero_grad() between a forward and its backward clears what was there, as it does on one process."""
+    help = "Leave in .grad what stands there: what is cleared before backward is gone."
+    when = "after two steps, in which zero_grad() comes between forward and backward"
+    require_gradients(trial, trial.once(observe_cleared_between), when, put_back, help)

@@ -57,6 +57,7 @@ def passes(
     broken: bool,
     other: bool,
     cleared: bool,
+    between: bool,
     bucket_bytes: int,
     batches: list[tuple],
 ) -> dict:
@@ -64,7 +65,8 @@ def passes(
 
     Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves it each
     time. With `other`, the passes that are not quiet are inside the no_sync() of another module. With
-    `cleared`, every pass is a step of its own: gradients are None when it begins.
+    `cleared`, every pass is a step of its own: gradients are None when it begins; with `between`, too, they
+    are cleared when its forward is over.
     """
     model = build(Mixed, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=bucket_bytes)
@@ -74,7 +76,7 @@ def passes(
     with rank.record() as recording:
         for number, (silent, (tokens, targets, order)) in enumerate(zip(quiet, batches, strict=True)):
             recording.mark(INSIDE if silent else "synchronised")
-            if cleared:
+            if cleared and not between:
                 wrapped.zero_grad(set_to_none=True)
             if silent:
                 with suppress(UnreadableError), wrapped.no_sync():
@@ -90,7 +92,10 @@ def passes(
                 wrapped.finish_gradient_synchronization()
             else:
                 with beside.no_sync() if other else nullcontext():
-                    F.cross_entropy(wrapped(tokens, order), targets).backward()
+                    loss = F.cross_entropy(wrapped(tokens, order), targets)
+                    if between:
+                        wrapped.zero_grad(set_to_none=True)
+                    loss.backward()
                     recording.mark(FINISH)
                     wrapped.finish_gradient_synchronization()
             after.append(gradients(model))
@@ -104,6 +109,7 @@ def observe_passes(
     broken: bool = False,
     other: bool = False,
     cleared: bool = False,
+    between: bool = False,
     bucket_bytes: int = 1,
 ) -> SimpleNamespace:
     seed, drawn = trial.seed(), draw_passes(trial, *orders)
@@ -114,7 +120,9 @@ def observe_passes(
         if any(len(set(order)) > 1 for order in orders)
         else ""
     ):
-        results = trial.run(passes, seed, quiet, broken, other, cleared, bucket_bytes, per_rank=given)
+        results = trial.run(
+            passes, seed, quiet, broken, other, cleared, between, bucket_bytes, per_rank=given
+        )
     first, steps = drawn[0], [[each] for each in drawn]
     drawn = steps[-1] if cleared else drawn
     expected, own = expected_gradients(seed, drawn)
