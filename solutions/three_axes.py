@@ -68,7 +68,8 @@ def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, T
     """
     # answer
     order = ("tensor", "context", "data")  # hooks on parameters come after what replaces these
-    names = mesh.mesh_dim_names or ()
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    names = [name for name, size in sizes.items() if size > 1 or name in techniques]
     missing = [name for name in names if name not in techniques or name not in order]
     if missing:
         raise ValueError(f"nothing works along {', '.join(missing)}: its ranks would all do the same")

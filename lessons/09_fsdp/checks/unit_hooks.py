@@ -355,6 +355,45 @@ def shards_have_the_mean_gradients(trial: Trial) -> None:
         )
 
 
+def half_way(rank: Any, seed: int, x: Tensor, upstream: Tensor) -> list[Tensor]:
+    """The gradients of the first blocks after backward from what comes out of them, and not of the last."""
+    submission = rank.submission
+    blocks = build(chain, seed, torch.float64).to(rank.device)
+    units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
+    for block, unit in zip(blocks, units, strict=True):
+        submission.gather_in_forward(block, unit)
+    submission.gather_in_backward(list(blocks), units)
+    output = blocks[:NUM_FROZEN](x)
+    blocks[NUM_FROZEN:](output.detach())
+    (output * upstream).sum().backward()
+    return whole_gradients(units[:NUM_FROZEN])
+
+
+@check("gather_in_backward", world_sizes=(2,), subgroup=False)
+def backward_may_begin_half_way(trial: Trial) -> None:
+    """Backward from the output of an earlier block, as of a loss of its own, reduces all that it reaches."""
+    seed = trial.seed()
+    batches = [[trial.normal(2, WIDTH, dtype=torch.float64) for _ in range(2)] for _ in range(2)]
+    found = trial.run(half_way, seed, per_rank=batches)
+    model = build(chain, seed, torch.float64)[:NUM_FROZEN]
+    for x, upstream in batches:
+        (model(x) * upstream).sum().backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad / 2 for p in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    for i, name in enumerate(names):
+        trial.close(
+            f"the gradient of {name}, whose block is first in its name, after backward from the output of "
+            f"block {NUM_FROZEN - 1} of {NUM_BLOCKS}",
+            [result[i] for result in found],
+            expected[i],
+            alternatives={
+                "that block was not reduced: what comes when backward is over was asked for by the last "
+                "block, which this backward does not enter": torch.zeros_like(expected[i])
+            },
+            help="Ask for it in whichever block backward enters: queue_callback from each does no harm.",
+        )
+
+
 @check("gather_in_backward", world_sizes=(2, 3), subgroup=False)
 def backward_holds_one_block_at_a_time(trial: Trial) -> None:
     """Where backward computes, one block is whole, with its gradients: those behind are reduced and freed."""

@@ -62,10 +62,27 @@ def observe_model(trial: Trial) -> list[SimpleNamespace]:
     if trial.in_full or trial.num_ranks == 3:
         uneven = small_config(trial, bias=False, vocab_size=undividable(trial, 30), n_layer=1)
         seen.append(model_case(trial, "v does not divide", uneven, trial.integer(5, 9)))
+    if trial.num_ranks == 4:
+        few = small_config(trial, bias=False, vocab_size=5, n_layer=1)
+        seen.append(
+            model_case(trial, "5 words on 4 ranks, so that the last two pad", few, trial.integer(5, 9))
+        )
     results = trial.run(model_probe, [(case.config, case.weights, case.idx, case.targets) for case in seen])
     for number, case in enumerate(seen):
         case.results = [result[number] for result in results]
     return seen
+
+
+def padding_left_out_at_the_end(seen: SimpleNamespace, n: int) -> dict[str, Tensor]:
+    """Cause → the loss where several ranks have rows that pad, and the last one's alone are left out."""
+    rows = -(-seen.config["vocab_size"] // n)
+    pads = n * rows - seen.config["vocab_size"]
+    if pads <= rows:
+        return {}
+    padding = torch.zeros(*seen.logits.shape[:-1], pads - rows, dtype=torch.float64)
+    padded = torch.cat([seen.logits, padding], -1).flatten(0, 1)
+    counted = F.cross_entropy(padded, seen.targets.flatten(), ignore_index=-1)
+    return {"of the rows that pad the vocabulary the last rank's alone were left out": counted}
 
 
 @check("tensor_parallelize")
@@ -82,6 +99,7 @@ def model_loss_is_the_dense_one(trial: Trial) -> None:
             seen.loss,
             alternatives=lambda seen=seen, counted=counted, n=n: {
                 "the rows that pad the vocabulary were counted as words": counted,
+                **padding_left_out_at_the_end(seen, n),
                 **losses_of_slips(dense_model(seen.config, seen.weights), seen.idx, seen.targets, n),
             },
         )

@@ -82,6 +82,37 @@ def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upst
     return found
 
 
+def twice_over(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+    """The gradients of two backwards over one graph, and what was the first ones' when they were there."""
+    leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (q, k, v)]
+    out, d_out = getattr(rank.submission, name)(*leaves, rank.group), upstream.transpose(1, 2)
+    first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    before = [gradient.clone() for gradient in first]
+    return {"before": before, "after": list(first), "second": list(torch.autograd.grad(out, leaves, d_out))}
+
+
+def require_twice_over(trial: Trial, kind: Kind) -> None:
+    """Two losses of one output have a backward each: neither knows of the other."""
+    seen = draw(trial, kind, torch.float64)
+    parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    results = trial.run(twice_over, kind.name, per_rank=parts)
+    for i, label in enumerate("qkv"):
+        before, after, second = ([r[when][i] for r in results] for when in ("before", "after", "second"))
+        trial.close(
+            f"the gradient of {label} that a second backward over the same graph gives",
+            second,
+            before,
+            alternatives={
+                "the first backward's is still in it: it adds up in what is kept from forward": [
+                    2 * gradient for gradient in before
+                ]
+            },
+            help="Make what backward adds up in backward: there may be two of one forward (retain_graph).",
+            rtol=1e-9,
+        )
+        trial.close(f"the gradient of {label} of the first backward, after a second one", after, before)
+
+
 def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
     """A run of `attend_in`, and what plain attention gives: what, by rank, what it should be."""
     seen = draw(trial, kind, dtype)

@@ -117,3 +117,9 @@ def gradients_come_where_they_are_needed(trial: Trial) -> None:
 def attention_keeps_its_results(trial: Trial) -> None:
     """What a call and its backward return stays as it is when others of the same shapes are made."""
     results_stay(trial, each_rank(trial.once(observe_exact), "overwritten"))
+
+
+@check("ring_attention", world_sizes=(3,), subgroup=False)
+def ring_goes_back_twice(trial: Trial) -> None:
+    """A second backward over the same graph gives the same gradients, and leaves the first ones alone."""
+    calls.require_twice_over(trial, rings.PLAIN)

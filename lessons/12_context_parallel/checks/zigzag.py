@@ -355,3 +355,9 @@ def zigzag_gradients_come_where_they_are_needed(trial: Trial) -> None:
 def zigzag_keeps_its_results(trial: Trial) -> None:
     """What a call and its backward return stays as it is when others of the same shapes are made."""
     results_stay(trial, each_rank(trial.once(observe_exact), "overwritten"))
+
+
+@check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
+def zigzag_goes_back_twice(trial: Trial) -> None:
+    """A second backward over the same graph gives the same gradients, and leaves the first ones alone."""
+    calls.require_twice_over(trial, rings.ZIGZAG)
