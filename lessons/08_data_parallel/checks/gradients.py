@@ -299,6 +299,30 @@ def average_two(rank: Any, narrow: Tensor, wide: Tensor) -> list[Tensor]:
     return [parameter.grad for parameter in model]
 
 
+def average_opposites(rank: Any) -> dict:
+    """The means of a weight whose gradients cancel out, and of a bias whose gradients do not."""
+    model = nn.Linear(3, 2).to(rank.device)
+    n, r = rank.group.size(), rank.rank
+    model.weight.grad = torch.full_like(model.weight, (r == 0) - float(r == n - 1))
+    model.bias.grad = torch.ones_like(model.bias)
+    rank.submission.all_reduce_gradients(model, rank.group)
+    return gradients(model)
+
+
+@check("all_reduce_gradients")
+def a_mean_of_zero_is_a_gradient(trial: Trial) -> None:
+    """Where the ranks' gradients cancel out, the mean is zero, and not None: AdamW's decay goes by that."""
+    for r, found in enumerate(trial.run(average_opposites)):
+        trial.require(
+            found["weight"] is not None,
+            "the ranks' gradients of a weight cancel out, and its .grad is None",
+            cause="a mean that is zero is taken for that of a weight that nobody used",
+            help="Zero is a number: decide by requires_grad, or by whether .grad was None on all ranks.",
+            rank=r,
+        )
+        trial.close("a mean of gradients that cancel out", found["weight"], torch.zeros(2, 3), rtol=0.0)
+
+
 @check("all_reduce_gradients", world_sizes=(2,), subgroup=False, optional=True)
 def no_gradient_loses_digits_to_another(trial: Trial) -> None:
     """In a model of two dtypes, each gradient is averaged to its own dtype's digits."""
@@ -324,27 +348,3 @@ def no_gradient_loses_digits_to_another(trial: Trial) -> None:
             rtol=1e-12 if i else None,
             help="A tensor has one dtype: flatten gradients of one dtype together, or send each by itself.",
         )
-
-
-def average_opposites(rank: Any) -> dict:
-    """The means of a weight whose gradients cancel out, and of a bias whose gradients do not."""
-    model = nn.Linear(3, 2).to(rank.device)
-    n, r = rank.group.size(), rank.rank
-    model.weight.grad = torch.full_like(model.weight, (r == 0) - float(r == n - 1))
-    model.bias.grad = torch.ones_like(model.bias)
-    rank.submission.all_reduce_gradients(model, rank.group)
-    return gradients(model)
-
-
-@check("all_reduce_gradients")
-def a_mean_of_zero_is_a_gradient(trial: Trial) -> None:
-    """Where the ranks' gradients cancel out, the mean is zero, and not None: AdamW's decay goes by that."""
-    for r, found in enumerate(trial.run(average_opposites)):
-        trial.require(
-            found["weight"] is not None,
-            "the ranks' gradients of a weight cancel out, and its .grad is None",
-            cause="a mean that is zero is taken for that of a weight that nobody used",
-            help="Zero is a number: decide by requires_grad, or by whether .grad was None on all ranks.",
-            rank=r,
-        )
-        trial.close("a mean of gradients that cancel out", found["weight"], torch.zeros(2, 3), rtol=0.0)
