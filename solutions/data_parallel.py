@@ -194,8 +194,8 @@ class DataParallel(nn.Module):
         """Send what unused parameters held back, wait, and put the means into every `.grad`.
 
         A pass is pending since its forward, on all ranks: also on a rank whose backward reaches none
-        of the module's parameters. Whoever calls a forward has called its backward by then. Does
-        nothing when nothing is pending.
+        of the module's parameters. Its backward comes before this call. Does nothing when nothing is
+        pending.
         """
         # answer
         if not self.pending:

@@ -256,7 +256,7 @@ def handles(rank):
 
 
 def waits_again(rank):
-    """Two gathers are on their way, and somebody waits twice for the first of them, or asks it many times."""
+    """Two gathers are on their way, and somebody waits twice for the first; then two all-reduces."""
     import torch.distributed._functional_collectives as functional
 
     x = torch.ones(4)

@@ -88,10 +88,8 @@ def checkpoint_blocks(model, every=1):
         forwards = [block.forward for block in group]
 
         def forward(x, group=group, forwards=forwards):
-            again, anchor = (
-                Again(group, forwards),
-                torch.empty(0, requires_grad=True),
-            )  # x may need no gradient
+            again = Again(group, forwards)
+            anchor = torch.empty(0, requires_grad=True)  # x may need no gradient
             if not torch.is_grad_enabled():
                 return again(x)
             return torch_checkpoint(lambda x, _: again(x), x, anchor, use_reentrant=True)

@@ -329,9 +329,13 @@ def blocks_are_still_checkpointed(trial: Trial) -> None:
         f"{seen.num_blocks * seen.stream:,}, and without checkpointing it would be {without:,}",
         help="Each block has a checkpoint of its own, and nothing else holds activations.",
     )
+    times = seen.frozen().count(1)
     trial.require(
-        seen.frozen().count(1) == 2,
-        "where the weights of block 1 are frozen, backward does not compute block 1 again",
-        cause="a frozen block is not checkpointed: for the gradient of its input it keeps as much as others",
+        times == 2,
+        f"where the weights of block 1 are frozen, block 1 is computed {times} times in a forward and its "
+        "backward, and should be 2 times",
+        cause="a frozen block is not checkpointed: for the gradient of its input it keeps as much as others"
+        if times == 1
+        else "",
         help="Ask a block's mode, and not whether its weights are trained.",
     )

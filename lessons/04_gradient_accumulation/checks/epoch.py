@@ -408,9 +408,11 @@ def a_nan_of_the_epoch_is_not_hidden(trial: Trial) -> None:
     arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate)
     losses = trial.run(train, *arguments, 1, False, False, False, True)[0]["losses"][0]
     trial.require(
-        all(math.isnan(loss) for loss in losses),
+        bool(losses) and all(math.isnan(loss) for loss in losses),
         f"a weight is NaN, and the losses of the epoch are {losses}",
-        cause="a loss that is not a number is taken for that of a micro-batch without counted targets",
+        cause="a loss that is not a number is taken for that of a micro-batch without counted targets"
+        if losses
+        else "",
         help="Ask for the number of counted targets, and not whether the loss is a number.",
     )
 

@@ -316,7 +316,9 @@ def a_mean_of_zero_is_a_gradient(trial: Trial) -> None:
         trial.require(
             found["weight"] is not None,
             "the ranks' gradients of a weight cancel out, and its .grad is None",
-            cause="a mean that is zero is taken for that of a weight that nobody used",
+            cause="a mean that is zero is taken for that of a weight that nobody used"
+            if found["bias"] is not None
+            else "",
             help="Zero is a number: decide by requires_grad, or by whether .grad was None on all ranks.",
             rank=r,
         )
