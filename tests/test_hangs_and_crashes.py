@@ -329,15 +329,16 @@ def test_a_machine_that_was_held_up_is_no_deadlock(launcher: Launcher) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux tells who waits for a core")
 def test_time_in_which_others_have_the_core_is_not_the_ranks_own(launcher: Launcher) -> None:
-    """Three others want the one core that the rank may use: it has about half a second of every two."""
+    """Six others want the one core that the rank may use, and it computes for longer than its timeout."""
 
     def compute(rank, core):
         os.sched_setaffinity(0, {core})
-        while time.process_time() < 1.2:
+        began = time.monotonic()
+        while time.monotonic() - began < 2.3:
             pass
 
     core = min(os.sched_getaffinity(0))
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
     try:
         for other in others:
             os.sched_setaffinity(other.pid, {core})
@@ -347,7 +348,7 @@ def test_time_in_which_others_have_the_core_is_not_the_ranks_own(launcher: Launc
             other.kill()
             other.wait()
     assert report.ended == "complete"
-    assert report.seconds > 2, "the machine was not busy enough for a test"
+    assert report.seconds > 2
 
 
 def test_messages_whose_tags_differ_are_named() -> None:
