@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -199,7 +199,7 @@ def load_implementation(path: str | os.PathLike[str]) -> SimpleNamespace:
     cells = read_cells(path, tolerant=path.suffix == ".ipynb")
     module = ModuleType("implementation_" + re.sub(r"\W", "_", path.stem))
     module.__file__ = str(path)
-    module.__dict__.update(display=_nothing, get_ipython=_nothing)
+    module.__dict__.update(display=_nothing, get_ipython=_NoShell)
     sys.modules[module.__name__] = module  # dataclasses and pickle look a class's module up by its name
     if str(path.parent.resolve()) not in sys.path:
         sys.path.append(str(path.parent.resolve()))  # helper modules beside the file
@@ -269,6 +269,16 @@ def _silent_grader() -> Iterator[None]:
 
 def _nothing(*args: object, **kwargs: object) -> None:
     """Does nothing, for any arguments."""
+
+
+class _NoShell:
+    """What get_ipython() gives here: in a script that nbconvert has made, magics are calls of its methods."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
 
 
 def _one_line(error: BaseException) -> str:

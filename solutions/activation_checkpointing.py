@@ -260,9 +260,9 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_size
 def watched_forward(blocks: nn.ModuleList, x: Tensor, sizes: Tensor) -> Tensor:
     """x (b, s, h) through all blocks, each of which is computed again in backward.
 
-    A block in evaluation mode may run as it is. `sizes` (L,) is a running mean for the dashboard, changed
-    in place. A forward, with gradients or without, moves `sizes[i]` once, a tenth of the way to the mean of
-    |input of block i|. Backward leaves it alone. It never requires a gradient.
+    A block in evaluation mode may run as it is. `sizes` (L,), of x's dtype, is a running mean for the
+    dashboard, changed in place. A forward, with gradients or without, moves `sizes[i]` once, a tenth of the
+    way to the mean of |input of block i|. Backward leaves it alone. It never requires a gradient.
     """
     # answer
     for i, block in enumerate(blocks):

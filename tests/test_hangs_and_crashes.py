@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from grader import run_ranks
 from grader.judging.stories import ending
 from grader.judging.verdicts import Verdict
+from grader.ranks import launcher as launching
 from grader.ranks import server
 from grader.ranks.gloos_words import without_gloos_places
 from grader.ranks.isolation import Isolation
@@ -327,27 +329,52 @@ def test_a_machine_that_was_held_up_is_no_deadlock(launcher: Launcher) -> None:
     assert report.ended == "complete"
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux tells who waits for a core")
-def test_time_in_which_others_have_the_core_is_not_the_ranks_own(launcher: Launcher) -> None:
-    """Six others want the one core that the rank may use, and it computes for longer than its timeout."""
-
-    def compute(rank, core):
-        os.sched_setaffinity(0, {core})
-        began = time.monotonic()
-        while time.monotonic() - began < 2.3:
-            pass
-
-    core = min(os.sched_getaffinity(0))
+@contextmanager
+def crowded(core: int) -> Iterator[None]:
+    """Six others compute on this core."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
     try:
         for other in others:
             os.sched_setaffinity(other.pid, {core})
-        report = launcher.run(compute, Code(trusted=True), [(core,)], limits=Limits(timeout=2))
+        yield
     finally:
         for other in others:
             other.kill()
             other.wait()
+
+
+only_where_waiting_is_told = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="only Linux tells who waits for a core"
+)
+
+
+def compute_on(rank, core: int, seconds: float) -> None:
+    os.sched_setaffinity(0, {core})
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        pass
+
+
+@only_where_waiting_is_told
+def test_time_in_which_others_have_the_core_is_not_the_ranks_own(launcher: Launcher) -> None:
+    """It computes for longer than its timeout, and has the core for a part of that."""
+    core = min(os.sched_getaffinity(0))
+    with crowded(core):
+        report = launcher.run(compute_on, Code(trusted=True), [(core, 2.3)], limits=Limits(timeout=2))
     assert report.ended == "complete"
+    assert report.seconds > 2
+
+
+@only_where_waiting_is_told
+def test_the_judge_waits_for_as_long_as_a_run_may_take(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others took of the core is given back, and the one who waits knows: it is hung, and not lost."""
+    monkeypatch.setattr(launching, "ANSWER_SECONDS", 1.0)
+    core = min(os.sched_getaffinity(0))
+    with crowded(core):
+        report = launcher.run(compute_on, Code(trusted=True), [(core, 60.0)], limits=Limits(timeout=1.5))
+    assert report.ended == "timeout"
     assert report.seconds > 2
 
 

@@ -205,8 +205,17 @@ def test_everything_that_torch_sends_by_itself_is_seen(tmp_path: Path, launcher:
         + CORRECT
         + "\ncheck(copy_to_group)\nprint(run_ranks(copy_to_group)[0])\n",
         CORRECT.replace("def copy_to_group(x, group):\n    return", "copy_to_group = lambda x, group:"),
+        "get_ipython().run_line_magic('matplotlib', 'inline')\nget_ipython().system('ls')\n" + CORRECT,
     ],
-    ids=["dressed", "Windows", "byte order mark", "sys.exit at the end", "check inside", "lambda"],
+    ids=[
+        "dressed",
+        "Windows",
+        "byte order mark",
+        "sys.exit at the end",
+        "check inside",
+        "lambda",
+        "nbconvert",
+    ],
 )
 def test_forms_of_a_file_pass(source: str, tmp_path: Path, launcher: Launcher) -> None:
     assert passes(grade(tmp_path, source, launcher, *ALL))

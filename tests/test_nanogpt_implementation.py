@@ -106,6 +106,18 @@ def test_failed_cells_are_passed_over_and_remembered(tmp_path: Path) -> None:
     assert not hasattr(implementation, "third")
 
 
+def test_a_script_that_nbconvert_has_made_runs(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        "get_ipython().run_line_magic('load_ext', 'autoreload')\n"
+        "in_a_notebook = bool(get_ipython())\n"
+        "def first():\n    return 1\n"
+    )
+    implementation = load_implementation(path)
+    assert require(implementation, "first")() == 1
+    assert implementation.in_a_notebook is False
+
+
 def test_real_grader_is_back_afterwards(tmp_path: Path) -> None:
     import sys
 

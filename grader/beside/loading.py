@@ -7,6 +7,7 @@ import pickle
 import sys
 import traceback
 import types
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def load_submission(order: dict[str, Any]) -> Names:
     if order["module"]:
         return Names(vars(importlib.import_module(order["module"])), [])
     module = types.ModuleType(MODULE_NAME)
-    module.__dict__.update(display=_nothing, get_ipython=_nothing)
+    module.__dict__.update(display=_nothing, get_ipython=_NoShell)
     sys.modules[MODULE_NAME] = module
     failures = []
     for label, source in order["cells"]:
@@ -113,6 +114,16 @@ def error_text(error: BaseException) -> str:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Does nothing, for any arguments."""
+
+
+class _NoShell:
+    """What get_ipython() gives here: in a script that nbconvert has made, magics are calls of its methods."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
 
 
 def _silence_the_grader() -> None:

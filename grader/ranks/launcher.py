@@ -16,12 +16,14 @@ from grader.ranks.faults import CannotGradeError
 from grader.ranks.frames import receive_frame, send_frame
 from grader.ranks.gloos_words import without_gloos_places
 from grader.ranks.isolation import ROOT, Isolation
-from grader.ranks.limits import Limits
+from grader.ranks.limits import MOST_DENIED, Limits
 from grader.ranks.recording import Event, Race, recordings_in
 from grader.ranks.server import Server
 from grader.ranks.turn import STOPPED, Turn
 
 TOKEN_BYTES = 32
+ANSWER_SECONDS = 30.0
+"""That a run's answer may take, beyond all that the run may."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Launcher:
     def _exchange(
         self, line: socket.socket, header: dict[str, Any], orders: list[bytes]
     ) -> tuple[dict[str, Any], list[Answer]] | None:
-        line.settimeout(header["timeout"] + 30)
+        line.settimeout(header["timeout"] * (1 + MOST_DENIED) + ANSWER_SECONDS)
         try:
             send_frame(line, b"H", json.dumps(header).encode())
             for order in orders:

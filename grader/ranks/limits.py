@@ -4,6 +4,9 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+MOST_DENIED = 3
+"""How many times its timeout a run may be given beyond it, where the machine had no core for its ranks."""
+
 
 @dataclass(frozen=True)
 class Limits:

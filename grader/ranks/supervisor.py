@@ -28,6 +28,7 @@ from grader.ranks.box import FRESH
 from grader.ranks.event_log import EventLog
 from grader.ranks.frames import FrameBuffer, receive_frame, send_frame
 from grader.ranks.leftovers import Segments, SharedMemory, let_trackers_end
+from grader.ranks.limits import MOST_DENIED
 from grader.ranks.processes import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -51,8 +52,6 @@ WORDS_SECONDS = 1.0
 """That a rank may take, beyond a tenth, to write where it stands."""
 STALL_SECONDS = 0.5
 """Between two looks; where it is more, the machine was held up, and not the ranks alone."""
-MOST_DENIED = 3
-"""How many times its timeout a run may be given beyond it, where the machine had no core for its ranks."""
 STAND_SECONDS = 0.1
 """That ranks may take to stand still between two runs."""
 LEAST_CPU = 0.015
