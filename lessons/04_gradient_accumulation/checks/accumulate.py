@@ -470,6 +470,13 @@ def model_and_batch_are_left_alone(trial: Trial) -> None:
         for when, modes in (("during", result["modes"]), ("after", result["modes after"])):
             message = f"the model was in {mode} mode before the call, and not {when} it"
             trial.require(set(modes) <= {case.training}, message, help="train() and eval() are the caller's.")
+    for case, result in trial.once(observe_empty):
+        for name in ("inputs", "targets"):
+            trial.require(
+                result["unchanged"][name],
+                f"{case.told}, a micro-batch of which none is counted: {name} changed during the call",
+                help="What split() gives are views of the batch: write into a clone.",
+            )
 
 
 @check("accumulate_gradients")

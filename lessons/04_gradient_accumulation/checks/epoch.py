@@ -230,7 +230,7 @@ def require_rates(trial: Trial, seen: SimpleNamespace, help: str) -> None:
         "the scheduler moves on with every micro-batch, after the step": [
             every * i for i in range(len(rates))
         ],
-        "the scheduler never moves": [0] * len(rates),
+        "the scheduler does not move from step to step: it moves once at the end, or never": [0] * len(rates),
         "the scheduler does not move on after the shorter group at the end": [
             i - i // len(seen.expected.losses[0]) for i in range(len(rates))
         ],
@@ -313,6 +313,18 @@ def counted_targets_weigh_the_same(trial: Trial) -> None:
 
 
 @check("train_epoch")
+def losses_are_the_means_of_the_steps(trial: Trial) -> None:
+    """The epoch returns one loss for each step: the mean over the counted targets of its group."""
+    for seen in (trial.once(observe_even), trial.once(observe_uneven)):
+        require_losses(trial, seen, "One number a step, weighed as the gradient is.")
+        trial.require(
+            not seen.result["attached"],
+            f"{told(seen.case)}: the losses are tensors with their graphs, and not numbers",
+            help="loss.item() is a float. Who keeps a graph for every step of a run keeps more and more.",
+        )
+
+
+@check("train_epoch")
 def a_microbatch_may_count_nothing(trial: Trial) -> None:
     """A micro-batch whose targets are all ignored adds nothing to its step, and what comes after it does."""
     seen = trial.once(observe_short)
@@ -336,18 +348,6 @@ def a_microbatch_may_count_nothing(trial: Trial) -> None:
         require_count(trial, seen, help)
         require_gradients(trial, seen, help)
         require_losses(trial, seen, help)
-
-
-@check("train_epoch")
-def losses_are_the_means_of_the_steps(trial: Trial) -> None:
-    """The epoch returns one loss for each step: the mean over the counted targets of its group."""
-    for seen in (trial.once(observe_even), trial.once(observe_uneven)):
-        require_losses(trial, seen, "One number a step, weighed as the gradient is.")
-        trial.require(
-            not seen.result["attached"],
-            f"{told(seen.case)}: the losses are tensors with their graphs, and not numbers",
-            help="loss.item() is a float. Who keeps a graph for every step of a run keeps more and more.",
-        )
 
 
 @check("train_epoch")
@@ -385,10 +385,10 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
 
 @check("train_epoch")
 def the_optimizer_may_hold_a_part(trial: Trial) -> None:
-    """Where the optimizer holds some of the parameters only, the norm counts the others' gradients, too."""
+    """Where the optimizer holds some parameters only, no old gradient of the others counts in the norm."""
     help = (
-        "The norm is of the whole gradient, of this group alone: what clears it, and what divides it, goes "
-        "over all of model.parameters()."
+        "What the norm counts is of this group alone: if it goes over model.parameters(), then so does what "
+        "clears gradients, and what divides them."
     )
     for seen in (trial.once(observe_part), trial.once(observe_many_steps)):
         require_gradients(trial, seen, help)

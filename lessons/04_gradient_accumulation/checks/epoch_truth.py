@@ -62,6 +62,8 @@ class Slip:
     weigh: str = "targets"
     from_here_on: bool = False
     """A micro-batch is a share of `accumulate` micro-batches that begin with it, and not of its group."""
+    first_count: bool = False
+    """Every group's losses are divided by how many targets the first group counts."""
     clip_each: bool = False
     clip: bool = True
     clip_rest: bool = True
@@ -198,6 +200,7 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                 inputs, goals = group[place]
                 here = i * case.accumulate + place
                 whole = case.batches[here : here + case.accumulate] if slip.from_here_on else group
+                whole = case.batches[: case.accumulate] if slip.first_count else whole
                 loss = model(inputs, goals)[1] * share_of(slip, goals, whole, case.accumulate)
                 loss.backward()
                 total = loss.item() + (0.0 if slip.last_loss else total)
@@ -239,6 +242,7 @@ SLIPS = {
     "the sum of the micro-batches' means": Slip(weigh="not at all"),
     "each micro-batch weighs by its share of microbatches[i : i + accumulate], which begin with itself: its "
     "group begins at i - i % accumulate": Slip(from_here_on=True),
+    "every step is divided by the first step's counted targets: count anew for each": Slip(first_count=True),
     "clipped after every micro-batch: what came first is clipped again and again": Slip(clip_each=True),
     "the mean of means, clipped after every micro-batch": Slip(weigh="means", clip_each=True),
     "each loss divided by accumulate, and clipped after every micro-batch": Slip(
