@@ -59,6 +59,10 @@ be another slip's: two of them are no cause.
 """
 
 
+ONE_MISSING = "one tensor of (b, s, h) is missing: the input of lm_head, or of the last norm"
+MASK_MISSING = "one tensor of (b, s, h) is missing, the mask of the dropout behind the embeddings"
+
+
 def everywhere(c: GPTConfig, b: int, s: int) -> list[Slip]:
     """Slips in what is kept with dropout and without."""
     tokens, layers, logits = b * s, c.n_layer, 4 * b * s * c.vocab_size
@@ -96,14 +100,7 @@ def everywhere(c: GPTConfig, b: int, s: int) -> list[Slip]:
             "them, and nothing keeps them",
             2 * logits,
         ),
-        (
-            "once",
-            "one tensor of (b, s, h) is missing: the input of lm_head, or of the last norm, or the "
-            "embedding's mask"
-            if c.dropout
-            else "one tensor of (b, s, h) is missing: the input of lm_head, or of the last norm",
-            -stream,
-        ),
+        ("once", f"{ONE_MISSING}, or the embedding's mask" if c.dropout else ONE_MISSING, -stream),
         ("last norm", "the last norm is missing", -stream - 8 * tokens),
         ("once", "the embedding's sum is the first norm's input, one storage: it counts once", stream),
         ("width", "the GELU keeps its input, and c_proj keeps the GELU's output", -4 * layers * stream),
@@ -325,9 +322,14 @@ def compare_saved(trial: Trial, where: Where, tolerance: float = 0.0) -> None:
             listed = "; ".join(f"{part} {given.get(part)}, measured {true[part]}" for part in parts)
             help = f"If a storage counts as its first keeper's, these parts differ: {listed}."
             break
-    slips, which = large_slips if tolerance else activation_slips, copied_or_wide(answers, where)
+    slips, which = (
+        large_slips if tolerance else activation_slips,
+        {COPIED_OR_WIDE: copied_or_wide(answers, where)},
+    )
+    if all(answer.right for answer in answers.select("total", lambda c, *_: c.dropout == 0, tolerance)):
+        which[f"{ONE_MISSING}, or the embedding's mask"] = MASK_MISSING  # the inputs are there
 
     def told(*call: Any) -> dict[str, float]:
-        return {text.replace(COPIED_OR_WIDE, which): n for text, n in slips(*call).items()}
+        return {which.get(text, text): n for text, n in slips(*call).items()}
 
     measured(trial, answers, "total", slips=told, help=help, where=where, tolerance=tolerance)

@@ -222,17 +222,19 @@ def a_table_of_its_own_counts(trial: Trial) -> None:
     value = given.get("parameters") if isinstance(given, dict) else given
     tied = parameters(config)["total"]
     right = tied + config.vocab_size * config.n_embd
+    frozen = "frozen parameters are missing (requires_grad is False): they are the model's too"
     slips = {
         "one table is taken off, or never counted, whether the tie is there or not": tied,
-        "frozen parameters are missing (requires_grad is False): they are the model's too": right
-        - config.block_size * config.n_embd,
+        frozen: right - config.block_size * config.n_embd,
     }
+    cause = next((text for text, wrong in slips.items() if agrees(value, wrong, 1e-6)), "")
     trial.require(
         agrees(value, right, 1e-6),
         f"parameters is {show(value)}, and should be {show(right)}: {config!r}, whose lm_head.weight was "
         "replaced by a Parameter of its own, and whose wpe.weight is frozen",
-        help="Ask the model for all of them: its config does not know whether two names are one tensor.",
-        cause=next((text for text, wrong in slips.items() if agrees(value, wrong, 1e-6)), ""),
+        help="Ask the model for all of them"
+        + ("." if cause == frozen else ": its config does not know whether two names are one tensor."),
+        cause=cause,
     )
 
 

@@ -91,7 +91,8 @@ def state_slips(key: str, num_parameters: int, recipe: str) -> dict[str, float]:
             "fp32 gradients take 4 bytes": 2,
         },
         ("optimizer", "mixed"): {
-            "the fp32 master copy is missing: it counts here": 8,
+            "an fp32 master copy and two fp32 moments are 12 bytes: the copy is missing, or the moments are "
+            "16-bit": 8,
             "Adam's moments stay fp32, 4 bytes each, and so does the master copy": 6,
             "the master copy is fp32: 4 bytes, not 2": 10,
             "Adam's two moments are fp32, and the master copy is missing": 4,
