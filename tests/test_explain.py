@@ -57,8 +57,16 @@ def test_permuted_ranks() -> None:
 
 def test_joined_along_the_wrong_dimension() -> None:
     told = "dimension 1 is 2 times too large, and dimension 2 as many times too small"
-    assert told in cause([torch.ones(3, 8, 5)], [torch.ones(3, 4, 10)])
-    assert "only the shape" in cause([torch.ones(3, 40)], [torch.ones(3, 4, 10)])
+    assert told in cause([torch.randn(3, 8, 5)], [torch.randn(3, 4, 10)])
+    assert "number of elements is right" in cause([torch.randn(3, 40)], [torch.randn(3, 4, 10)])
+
+
+def test_right_numbers_in_another_shape() -> None:
+    expected = torch.randn(3, 4, 10)
+    difference = compare("the output", [expected.flatten(1)], [expected])
+    assert difference.cause == "the numbers are right, and their order: only the shape is not"
+    assert "(3, 4, 10)" in difference.step
+    assert "only the shape" not in cause([expected.transpose(0, 1).reshape(3, 40)], [expected])
 
 
 def test_transposed() -> None:

@@ -96,7 +96,11 @@ def compare(
         if fault:
             on = f" on rank {rank}" if num_ranks > 1 else ""
             cause = _no_gradient(what, actual) if a is None else _shape_cause(a, e)
-            return Difference(f"{what} {fault}{on}", cause, rank)
+            step = ""
+            if _is_reshaped(a, e, rtol):
+                cause = "the numbers are right, and their order: only the shape is not"
+                step = f"Give it the shape {_shape(e)}, by flatten or view: nothing has to move."
+            return Difference(f"{what} {fault}{on}", cause, rank, step)
         if not is_close(a, e, rtol, plain[rank] if plain else None):
             wrong.append(rank)
     if not wrong:
@@ -144,6 +148,13 @@ def _no_gradient(what: str, actual: Sequence[object]) -> str:
     return "no backward has reached it: nothing connects it with the loss, or its gradient was not asked for"
 
 
+def _is_reshaped(actual: object, expected: Tensor, rtol: float | None) -> bool:
+    """Whether a tensor is right but for its shape."""
+    if not isinstance(actual, Tensor) or actual.shape == expected.shape:
+        return False
+    return actual.numel() == expected.numel() > 1 and is_close(actual.reshape(expected.shape), expected, rtol)
+
+
 def _shape_cause(actual: object, expected: Tensor) -> str:
     if not isinstance(actual, Tensor) or actual.shape == expected.shape:
         return ""
@@ -162,7 +173,7 @@ def _shape_cause(actual: object, expected: Tensor) -> str:
                 f"dimension {large} is {ratios[large]} times too large, and dimension {small} as many times "
                 f"too small: are parts joined, or cut, along {large} where {small} belongs?"
             )
-        return "the number of elements is right: only the shape is not"
+        return "the number of elements is right, and the shape is not"
     if len(ratios) == 1 and ratios[large] > 1 and ratios[large].denominator == 1:
         return f"one dimension is {ratios[large]} times too large: the whole, not a part?"
     if len(ratios) == 1 and ratios[small] and ratios[small].numerator == 1:

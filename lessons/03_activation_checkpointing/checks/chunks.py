@@ -81,6 +81,10 @@ def without_token_0(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Te
     return sum_over_targets(x, weight, targets, size) / (targets > 0).sum()
 
 
+def as_token_0_counted(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    return F.cross_entropy(x @ weight.T, targets.clamp(min=0))
+
+
 SLIPS = {
     "this is the mean of the chunks' means: a chunk with fewer counted targets counts as much": mean_of_means,
     "each chunk counts by its tokens, not by its counted targets": weighed_by_tokens,
@@ -88,6 +92,7 @@ SLIPS = {
     "it is a sum: nobody divides by how many targets count": sum_over_targets,
     "the chunks' sums are divided by how many chunks there are, not by how many targets count": over_chunks,
     "a target of -1 is taken for token 0, and its loss is added": partial(as_token, 0),
+    "a target of -1 is taken for token 0, and counted": as_token_0_counted,
     "a target of -1 is taken for the last token, as an index of -1 is, and its loss is added": partial(
         as_token, -1
     ),
@@ -202,6 +207,12 @@ def ended(
     mine, right = (trial.run(step, how, *arguments)[0] for how in ("mine", "whole"))
     told = f"with chunks of {size} of {len(x)} tokens"
     told += " in float64" if dtype == torch.float64 else ""
+    trial.require(
+        not mine["changed"],
+        f"after forward and backward {' and '.join(mine['changed'])} have other numbers: the arguments are "
+        "the caller's",
+        help="A slice is a view: only read it. Methods that end in _ write in place, into the whole.",
+    )
     trial.close(
         f"the loss {told}",
         mine["loss"],
@@ -211,12 +222,6 @@ def ended(
             | {cause: slip(*given, size) for cause, slip in SLIPS.items() if size < len(x)}
         ),
         help="Add up the losses of all chunks, and divide by how many targets count in all of them.",
-    )
-    trial.require(
-        not mine["changed"],
-        f"after forward and backward {' and '.join(mine['changed'])} have other numbers: the arguments are "
-        "the caller's",
-        help="A slice is a view: only read it. Methods that end in _ write in place, into the whole.",
     )
     for number, name in enumerate(("x", "weight")):
         if not needs[number]:

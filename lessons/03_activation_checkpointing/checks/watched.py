@@ -152,6 +152,7 @@ def observe(trial: Trial) -> SimpleNamespace:
         mine=mine,
         plain=plain,
         other=other,
+        before=inputs[3],
         frozen=lambda: trial.run(watch_frozen, *inputs[:2], batches[2], inputs[3])[0],
         num_blocks=config.n_layer,
         stream=batches[0].nbytes,
@@ -200,6 +201,7 @@ SECOND_FORWARD = (
     "a second forward, before any backward, has not moved it, as where a flag on the block takes every other "
     "call for backward's: such state outlives the call"
 )
+UNMOVED = "the tensor that was handed over has not moved: nothing is written, or into a copy of it"
 OUTSIDE = "What happens once a forward belongs outside of what is checkpointed: it needs no flag there."
 
 
@@ -225,6 +227,7 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
     """A forward, with gradients or without, moves each running mean once, a tenth of the way."""
     seen = trial.once(observe)
     require_nothing_is_left(trial, seen)
+    unmoved = {"after a forward": seen.before, "after two forwards": seen.before}
     one_alone = seen.plain["sizes"] | {"after two forwards": seen.plain["sizes"]["after a forward"]}
     for when in ("after a forward", "after two forwards"):
         close_by_name(
@@ -240,12 +243,16 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
                 "that is the mean of the inputs with their signs, not of |input|": partial(
                     seen.other, "with signs"
                 ),
+                UNMOVED: lambda: unmoved,
                 SECOND_FORWARD: lambda: one_alone,
                 "it moves by 1 - sqrt(0.9), so that two runs make a tenth of the way: not every forward has "
                 "a backward": partial(seen.other, "half"),
             },
             "sizes[i] moves a tenth of the way to the mean of |input of block i|.",
-            {SECOND_FORWARD: OUTSIDE},
+            {
+                SECOND_FORWARD: OUTSIDE,
+                UNMOVED: "Write into the tensor that is handed over: sizes[i].lerp_(...), or sizes[i] = ....",
+            },
         )
     if not torch.equal(seen.mine["sizes"]["after backward"], seen.mine["sizes"]["after two forwards"]):
         return  # told by the next check

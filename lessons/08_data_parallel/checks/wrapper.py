@@ -131,6 +131,20 @@ def weights_were_averaged(trial: Trial) -> bool:
     return all(is_close(weight, mean) for weight in by_rank(results, "weights", name))
 
 
+def are_weights(seen: SimpleNamespace) -> bool:
+    """Whether what stands in every `.grad` is the mean of all ranks' weights, or their sum."""
+    names, n = seen.expected, len(seen.results)
+    found = {name: by_rank(seen.results, "gradients", name) for name in names}
+    return any(
+        all(
+            isinstance(each, Tensor) and is_close(each, times * seen.starts[0][name])
+            for name in names
+            for each in found[name]
+        )
+        for times in {1, n}
+    )
+
+
 @check("DataParallel")
 def ranks_start_with_the_weights_of_rank_0(trial: Trial) -> None:
     """The constructor gives every rank the parameters and buffers of the group's rank 0."""
@@ -159,7 +173,10 @@ def gradient_is_that_of_the_whole_batch(trial: Trial) -> None:
             "Average each gradient over the group, once, and put it back into .grad.",
         )
     except CheckEnded as end:
-        if end.cause == NOTHING_AVERAGED and weights_were_averaged(trial):
+        if are_weights(seen):
+            end.cause = "in .grad are the weights: they were sent, and put back there, in place of gradients"
+            end.help = "A parameter is the weight. What is sent is parameter.grad, once backward has made it."
+        elif end.cause == NOTHING_AVERAGED and weights_were_averaged(trial):
             end.cause = "what is averaged are the weights, not the gradients"
             end.help = "A hook is handed the parameter, which is the weight. Its gradient is parameter.grad."
         raise
