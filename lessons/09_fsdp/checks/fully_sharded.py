@@ -26,7 +26,7 @@ from .models import (
     weights,
 )
 from .parts import gradients_by_rank, means_by_pass, misses_last_pass, trained_on
-from .runs import require_in_evaluation, run
+from .runs import NOTHING_LEFT, require_in_evaluation, run
 from .training import (
     LEARNING_RATE,
     PASSES,
@@ -410,7 +410,7 @@ def another_forward_may_come_between(trial: Trial) -> None:
     try:
         ends = run(trial, overlap_on_ranks, per_rank=list(zip(numbers, by_rank, strict=True)))
     except CheckEnded as end:
-        if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
+        if end.verdict == Verdict.CRASHED and NOTHING_LEFT in end.message:
             end.cause = (
                 "the other forward frees what this backward uses, and the backward does not gather it again"
             )

@@ -6,13 +6,16 @@ from typing import Any
 
 from grader.checks import CheckEnded, Trial, Verdict
 
+NOTHING_LEFT = "out of bounds for storage of size 0"
+"""What torch says where a tensor is used whose storage was shrunk to nothing."""
+
 
 def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
     """Runs a function on the ranks; a crash over memory that was given back is told as that."""
     try:
         return trial.run(function, *args, **kwargs)
     except CheckEnded as end:
-        if end.verdict == Verdict.CRASHED and "out of bounds for storage of size 0" in end.message:
+        if end.verdict == Verdict.CRASHED and NOTHING_LEFT in end.message:
             end.cause = (
                 "a weight was used whose storage was shrunk to nothing: it was not gathered again, or freed "
                 "before its backward was over"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check, exercise, settle, storage_bytes
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise, settle, storage_bytes
 
 from .units import FROZEN, SHAPES, copies, draw_tensors, make_parameters
 from .wire import SMALL
@@ -233,7 +233,7 @@ def kept_views_are_filled_again(trial: Trial) -> None:
     )
 
 
-def send_for(rank: Any, tensors: list[Tensor]) -> dict:
+def send_for(rank: Any, frees_early: bool, tensors: list[Tensor]) -> dict:
     given = make_parameters(tensors, rank.device)
     unit = rank.submission.ShardedUnit(given, rank.group)
     with rank.record() as recording:
@@ -248,16 +248,33 @@ def send_for(rank: Any, tensors: list[Tensor]) -> dict:
         unit.start_gather()
         recording.mark("free")
         unit.free()
-        recording.mark("start to free")
-        unit.start_gather()
-        recording.mark("free on its way")
-        unit.free()
+        if frees_early:
+            recording.mark("start to free")
+            unit.start_gather()
+            recording.mark("free on its way")
+            unit.free()
     return {"recording": recording}
 
 
+LEFT_ON_ITS_WAY = "free() left a gather on its way: it would arrive in memory that was given back"
+WAIT_TO_FREE = "In free(), wait for what start_gather() has started, then shrink."
+
+
 def observe_sending(trial: Trial) -> SimpleNamespace:
+    """Where ranks crash, and do not if no gather is on its way when free() is called, that is why."""
     tensors = draw_tensors(trial)
-    return SimpleNamespace(results=trial.run(send_for, per_rank=[(own,) for own in tensors]))
+
+    def run(frees_early: bool) -> SimpleNamespace:
+        results = trial.run(send_for, per_rank=[(frees_early, own) for own in tensors])
+        return SimpleNamespace(results=results)
+
+    try:
+        return run(frees_early=True)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and "was killed by signal" in end.message:
+            run(frees_early=False)
+            end.cause, end.help = LEFT_ON_ITS_WAY, WAIT_TO_FREE
+        raise
 
 
 @check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
@@ -287,7 +304,7 @@ def start_gather_does_not_wait(trial: Trial) -> None:
             )
         trial.require(
             recording.waits("free on its way") >= len(recording.select(after="start to free")) > 0,
-            "free() left a gather on its way: it would arrive in memory that was given back",
-            help="In free(), wait for what start_gather() has started, then shrink.",
+            LEFT_ON_ITS_WAY,
+            help=WAIT_TO_FREE,
             rank=r,
         )

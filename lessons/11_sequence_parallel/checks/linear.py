@@ -273,11 +273,19 @@ def keeps_its_own_tokens_only(trial: Trial) -> None:
             )
 
 
+ALL_REDUCED = (
+    "An all-reduce of the gradient of x sends twice as much, and leaves n-1 parts that nobody needs: "
+    "reduce-scatter."
+)
+
+
 @check("gathered_linear")
 def gathers_twice_and_reduces_once(trial: Trial) -> None:
     """Forward one all-gather; backward one all-gather and one reduce-scatter."""
     for seen in trial.once(observe_linear):
         help = "x travels forward and once more backward, its gradient once; no weights, no outputs."
+        if any(recording.select("all_reduce", BACKWARD) for recording in each_rank(seen, "recording")):
+            help = ALL_REDUCED
         sends_as_much(trial, seen, "", seen.whole_bytes, "one all-gather of x would", help)
         means = "one all-gather and one reduce-scatter of x would"
         sends_as_much(trial, seen, BACKWARD, 2 * seen.whole_bytes, means, help)

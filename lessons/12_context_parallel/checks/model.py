@@ -274,6 +274,16 @@ def require_gradients(
         )
 
 
+N_TIMES = (
+    "all of it counts once for each rank: n times too much leaves the loss already, or it is summed over the "
+    "group twice"
+)
+LOOK_AT_THE_LOGITS = (
+    "Print the gradient of the logits on one rank. Where that is n times too large already, autograd has "
+    "followed the sum of the losses, or something stands in for it: a rank's own part enters once."
+)
+
+
 @check("context_parallelize")
 def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
     """After loss.backward() every parameter has the dense model's gradient, on every rank."""
@@ -293,7 +303,8 @@ def gradients_are_complete_and_the_same_everywhere(trial: Trial) -> None:
                 "of the tied weight alone it was summed twice: it has two names, and got the hook under both"
             )
             return {told: trial.num_ranks * right[name]}
-        return {cause: gradients[name] for cause, gradients in means().items()}
+        n_times = {N_TIMES: Fault(trial.num_ranks * right[name], LOOK_AT_THE_LOGITS)}
+        return {cause: gradients[name] for cause, gradients in means().items()} | n_times
 
     require_gradients(
         trial,

@@ -130,8 +130,8 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 
 HAND_OVER_ZERO = (
-    "Add up all squares of a rank first, and sum that: as many calls on every rank. Or let a rank that lacks "
-    "a gradient take part with 0."
+    "As many calls on every rank: add up all squares of a rank first, and sum that along the mesh's "
+    "dimensions, not of those gradients that are there. Or let a rank that lacks one take part with 0."
 )
 
 
