@@ -134,6 +134,8 @@ class Recorder(TorchDispatchMode):
         self._window: Window | None = None
         self._unwaited: dict[int, int] = {}
         """Storage of what a functional collective brings → `Event.index`, until somebody waits for it."""
+        self.changes_messages = False
+        """Whether every message that is sent is another than the one that was handed over."""
         self.calls: Counter[tuple[int, ...]] = Counter()
         """World ranks of a group → calls that its backend counts for what was seen (see beside.unseen)."""
         self.flights = Flights(lambda: self._place()[:2])
@@ -185,6 +187,8 @@ class Recorder(TorchDispatchMode):
                     raise IndexError(f"there is no rank {event.peer} in a group of {len(event.group)}")
                 if self._delays is not None:
                     time.sleep(self._delays.uniform(0.0, 0.02))
+                if self.changes_messages and event.kind == "send":
+                    args = ([tensor + 1 for tensor in args[0]], *args[1:])
             result = func(*args, **kwargs)
         except BaseException:
             if event is not None and self._window is not None:

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
@@ -70,6 +70,15 @@ class Rank:
     def record(self, **options: Any) -> AbstractContextManager[Window]:
         """Record a stretch (see `Recorder.record`); the recording can be returned as it is."""
         return self._recorder.record(**options)
+
+    @contextmanager
+    def changed_messages(self) -> Iterator[None]:
+        """Inside, what this rank sends is changed on its way: each number of a message is one more."""
+        self._recorder.changes_messages = True
+        try:
+            yield
+        finally:
+            self._recorder.changes_messages = False
 
     def mesh(self, ranks: Any, names: tuple[str, ...]) -> DeviceMesh:
         """A mesh of world ranks, nested lists of them. Each is made once, however many runs ask for it.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 
+from .carried import require_carried
 from .cases import (
     Case,
     ask,
@@ -169,9 +170,10 @@ def nothing_is_used_before_it_arrived(trial: Trial) -> None:
 
 @check("ring_all_reduce", subgroup=False)
 def only_messages_are_used(trial: Trial) -> None:
-    """It is made of isend and irecv: no collective of torch.distributed is called."""
+    """It is made of isend and irecv, which bring what comes out: no collective is called."""
     for observe in (observe_even, observe_odd):
         require_messages_alone(trial, trial.once(observe))
+    require_carried(trial, "ring_all_reduce", lambda _: [trial.normal(12)])
 
 
 @check("ring_all_reduce")

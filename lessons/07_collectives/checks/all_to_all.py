@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grader.checks import CheckEnded, Fault, Trial, check, exercise
 
+from .carried import require_carried
 from .cases import require_own_memory
 from .exchanges import (
     ROUND_K,
@@ -244,9 +245,10 @@ def tensors_may_stand_in_a_tuple(trial: Trial) -> None:
 
 @check("all_to_all", subgroup=False)
 def only_messages_are_used(trial: Trial) -> None:
-    """It is made of isend and irecv: no collective of torch.distributed is called."""
+    """It is made of isend and irecv, which bring what comes out: no collective is called."""
     for observe in (observe_even, observe_uneven):
         require_messages_alone(trial, trial.once(observe))
+    require_carried(trial, "all_to_all", lambda _: [[trial.normal(3) for _ in range(trial.num_ranks)]])
 
 
 @check("all_to_all", subgroup=False)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from grader.checks import CheckEnded, Fault, Trial, check, exercise, is_close
 
+from .carried import require_carried
 from .cases import Case, ask, draw, dtypes, layouts, require_between, require_in_place, sizes
 from .traffic import SMALL, require_messages_alone, require_waits, sends
 
@@ -195,9 +196,10 @@ def nothing_is_used_before_it_arrived(trial: Trial) -> None:
 
 @check("broadcast", world_sizes=FEW, subgroup=False)
 def only_messages_are_used(trial: Trial) -> None:
-    """It is made of isend and irecv: no collective of torch.distributed is called."""
+    """It is made of isend and irecv, which bring what comes out: no collective is called."""
     for observe in (observe_sources, observe_sizes):
         require_messages_alone(trial, trial.once(observe))
+    require_carried(trial, "broadcast", lambda _: [trial.normal(12), 0])
 
 
 @check("broadcast", world_sizes=FEW)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise, is_close
 
+from .carried import require_carried
 from .cases import require_own_memory
 from .traffic import SMALL, require_messages_alone, unwaited
 
@@ -277,6 +278,7 @@ def every_output_is_passed_on_at_once(trial: Trial) -> None:
     seen, n = trial.once(observe_slow_receivers), trial.num_ranks
     num_inputs = len(seen.inputs)
     require_messages_alone(trial, seen)
+    require_carried(trial, "relay_microbatches", lambda _: [[trial.normal(3) for _ in range(4)]])
     for r, result in enumerate(seen.results):
         trial.require(
             result["calls"] == num_inputs,
