@@ -31,6 +31,8 @@ _GOES_ON = re.compile(r"\\(?:\r\n|\r|\n)")
 _DOT_BEFORE_A_NAME = re.compile(r"\.\s*[^\s.]")
 MOST_DOTS = 100
 """In the name of a module: Python's parser takes memory by its square, and nothing ends it meanwhile."""
+MOST_QUOTED = 100
+"""Characters of a line."""
 _CELL_MAGIC_AROUND_PYTHON = re.compile(r"%%(time|capture|prun)\b")
 
 
@@ -95,7 +97,13 @@ def _notebook_cells(path: Path, text: str) -> list[Cell]:
             if cell.cell_type == "code"
         ]
     except Exception as error:  # nbformat lets through whatever json, its schema or a missing key raises
-        raise ValueError(f"{path} is not a notebook: {_one_line(error)}") from None
+        told = type(error).__module__.partition(".")[0] in ("nbformat", "jsonschema", "json")
+        what = (
+            _one_line(error)
+            if told
+            else "its parts are not what Jupyter writes. If it opens there, save it anew"
+        )
+        raise ValueError(f"{path} is not a notebook: {what}") from None
     return [cell for cell in cells if cell.source.strip()]
 
 
@@ -104,7 +112,7 @@ def _cell(label: str, source: str, tags: tuple[str, ...] = ()) -> Cell:
         _refuse_endless_names(source)
         compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
-        quoted = f" at {error.text.strip()!r}" if error.text and error.text.strip() else ""
+        quoted = f" at {error.text.strip()[:MOST_QUOTED]!r}" if error.text and error.text.strip() else ""
         line = f", line {error.lineno}" if error.lineno else ""
         return Cell(label, source, tags, f"{label}{line}: {error.msg}{quoted}")
     except (ValueError, RecursionError, MemoryError) as error:

@@ -39,6 +39,15 @@ LEAVING = {
         "import atexit; atexit.register(os._exit, 0); sys.exit()",
         "before its result was complete",
     ),
+    "an exit status that can not be printed": (
+        "class Odd:\n    def __str__(self): raise RuntimeError\nraise SystemExit(Odd())",
+        "raised SystemExit: it can not be described",
+    ),
+    "an endless exit status": ("sys.exit('y' * 10**8)", f"sys.exit({'y' * 100}) before"),
+    "an exception from no line": (
+        "code = compile('1 / 0', 'x.py', 'exec')\nexec(code.replace(co_linetable=b''))",
+        "raised ZeroDivisionError: it can not be described",
+    ),
 }
 
 THE_LOG = """

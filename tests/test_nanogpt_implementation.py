@@ -60,12 +60,16 @@ def test_unreadable_files_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.ipynb").write_text("{")
     (tmp_path / "list.ipynb").write_text("[1]")
     (tmp_path / "number.ipynb").write_text('{"nbformat": 4, "cells": 3}')
+    (tmp_path / "none.ipynb").write_text(
+        '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": null}'
+    )
     (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "null.py").write_bytes(b"x = 1\x00")
     for name, says in [
         ("broken.ipynb", "not a notebook"),
         ("list.ipynb", "not a notebook"),
         ("number.ipynb", "not a notebook"),
+        ("none.ipynb", "not what Jupyter writes"),
         ("missing.ipynb", "no such file"),
         ("bytes.py", "UTF-8"),
         ("null.py", "null"),
@@ -83,6 +87,13 @@ def test_syntax_error_names_cell_and_line(tmp_path: Path) -> None:
         read_cells(path)
     assert [bool(cell.error) for cell in read_cells(path, tolerant=True)] == [False, True, False]
     assert load_implementation(path).after == 3
+
+
+def test_a_long_line_is_quoted_from_its_start(tmp_path: Path) -> None:
+    path = notebook(tmp_path / "a.ipynb", f"y = = {'1' * 10_000}")
+    with pytest.raises(ValueError, match=r"invalid syntax at 'y = = 1+'$") as caught:
+        read_cells(path)
+    assert len(str(caught.value)) < 300
 
 
 def test_syntax_error_in_a_demo_harms_nobody(tmp_path: Path) -> None:

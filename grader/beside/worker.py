@@ -156,7 +156,7 @@ def run_worker(
         try:
             answer(b"R", _work(world_rank, header, order, device, group, log, guard, current))
         except BaseException as error:
-            answer(b"X", dumps(_describe(error)).encode())
+            answer(b"X", _words_of(error))
         order = plain.decode(receive_frame(connection)[1])
         gc.collect()  # what the run before has left in circles is none of the next one's memory
         gc.freeze()  # what stays is not looked at again
@@ -324,10 +324,21 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def _words_of(error: BaseException) -> bytes:
+    """An exception as it is sent. What its own code makes of the attempt to describe it is not waited for."""
+    try:
+        return dumps(_describe(error)).encode()
+    except BaseException:
+        kind = type.__getattribute__(type(error), "__name__")
+        message = "it can not be described: its own code, or its place, raises another one"
+        return dumps({"type": str(kind)[:500], "message": message, "frames": [], "notes": []}).encode()
+
+
 def _describe(error: BaseException) -> dict[str, Any]:
     """An exception as plain data. Nothing of a learner's exception class is relied on."""
     if isinstance(error, SystemExit):
-        error = RuntimeError(f"the code called sys.exit({error.code}) before its result was complete")
+        code = str(error.code)[:100]
+        error = RuntimeError(f"the code called sys.exit({code}) before its result was complete")
     frames = [[f.filename, f.lineno, f.name] for f in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, LoadError):
         frames = error.frames or frames
