@@ -62,6 +62,15 @@ def could_run(process: psutil.Process) -> bool:
     return sys.platform == "linux" and process.status() in waits
 
 
+def tasks_on_the_machine() -> int:
+    """Threads of all processes there are; 0 where the system does not tell."""
+    try:
+        with open("/proc/loadavg") as file:
+            return int(file.read().split()[3].partition("/")[2])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def memory_in_files(processes: Iterable[psutil.Process]) -> int:
     """Bytes of the anonymous files (memfd) that processes have open: no process's own memory counts them."""
     sizes = {}

@@ -41,6 +41,7 @@ from grader.ranks.processes import (
     memory_in_folders,
     prctl,
     reap_all,
+    tasks_on_the_machine,
     those_of,
 )
 from nanogpt.turns import keep_to_one_core
@@ -255,6 +256,7 @@ class _Run:
         timeout = self.header["timeout"]
         trouble_at, next_look, before = None, self.began + TICK_SECONDS, self.began
         life, threads, denied = _Progress(self.began), _Progress(self.began), _Denied(self.began)
+        tasks = tasks_on_the_machine()
         while not self.ended:
             progressed = self._listen()
             now = time.monotonic()
@@ -275,10 +277,12 @@ class _Run:
                 life.last = now
             if now < next_look:  # looking costs a millisecond, and most runs are over before the first time
                 continue
-            main_cpu, other_cpu, runnable = self._measure(tree=now >= self.next_tree)
+            crowded = tasks_on_the_machine() > tasks + self.header["max_processes"]
+            tree = crowded or now >= self.next_tree
+            main_cpu, other_cpu, runnable = self._measure(tree)
             next_look = now + TICK_SECONDS
-            if now >= self.next_tree:
-                self.next_tree = now + TREE_SECONDS
+            if tree:
+                self.next_tree, tasks = now + TREE_SECONDS, tasks_on_the_machine()
             if runnable:
                 life.last = now
             denied.see(runnable, main_cpu + other_cpu, now)
