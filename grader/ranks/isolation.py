@@ -20,8 +20,9 @@ What holds, and for whom:
 - Never certain. The recorder shares a process with the submission. A submission that takes the grader's own
   frames apart can forge what was recorded, or talk past torch through files that the ranks share. It must
   still compute the right values; calls of torch.distributed that the recorder missed are noticed by their
-  number, and replaced tools by their identity. A copy of somebody's answer is an answer: nothing here tells
-  who wrote it. Whoever grades for a certificate reads the code as well.
+  number, and replaced tools by their identity. Lesson 07 alone changes messages on their way, to see whether
+  what comes out came by them. A copy of somebody's answer is an answer: nothing here tells who wrote it.
+  Whoever grades for a certificate reads the code as well.
 - On the learner's own machine the learner owns everything, this file too: such a score is formative.
 """
 
