@@ -91,6 +91,13 @@ def _is_for_shapes_alone(tensors: list[Tensor]) -> bool:
     return frame is not None
 
 
+def _changed(tensor: Tensor) -> Tensor:
+    """Another tensor like it, of which every byte is one larger."""
+    other = tensor.clone()
+    torch.empty(0, dtype=torch.uint8, device=other.device).set_(other.untyped_storage()).add_(1)
+    return other
+
+
 @cache
 def _communicates(func: Any) -> bool:
     """Whether torch.distributed has it. Looked up once: torch splits the name at every question."""
@@ -188,7 +195,7 @@ class Recorder(TorchDispatchMode):
                 if self._delays is not None:
                     time.sleep(self._delays.uniform(0.0, 0.02))
                 if self.changes_messages and event.kind == "send":
-                    args = ([tensor + 1 for tensor in args[0]], *args[1:])
+                    args = ([_changed(tensor) for tensor in args[0]], *args[1:])
             result = func(*args, **kwargs)
         except BaseException:
             if event is not None and self._window is not None:

@@ -73,7 +73,7 @@ class Rank:
 
     @contextmanager
     def changed_messages(self) -> Iterator[None]:
-        """Inside, what this rank sends is changed on its way: each number of a message is one more."""
+        """Inside, what this rank sends is changed on its way: each byte of a message is one larger."""
         self._recorder.changes_messages = True
         try:
             yield

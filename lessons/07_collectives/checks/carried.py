@@ -30,7 +30,7 @@ def called_with_changed_messages(rank: Any, name: str, given: list[Any]) -> list
 
 
 def require_carried(trial: Trial, name: str, given: Callable[[int], Sequence[Any]]) -> None:
-    """Messages whose numbers are changed on their way change what a rank has in the end.
+    """Messages that are changed on their way change what a rank has in the end.
 
     Args:
         given: the arguments of a rank, but for the group. Tensors are float32.
@@ -47,7 +47,7 @@ def require_carried(trial: Trial, name: str, given: Callable[[int], Sequence[Any
     )
     trial.require(
         changed,
-        "every number of every message was made one larger on its way, and what all ranks have in the end is "
+        "every byte of every message was made one larger on its way, and what all ranks have in the end is "
         "the same as without",
         cause="the messages are sent, and what comes out came another way",
         help="What a rank has from others is what irecv has brought: use it.",
