@@ -284,7 +284,8 @@ def gathers_twice_and_reduces_once(trial: Trial) -> None:
     """Forward one all-gather; backward one all-gather and one reduce-scatter."""
     for seen in trial.once(observe_linear):
         help = "x travels forward and once more backward, its gradient once; no weights, no outputs."
-        if any(recording.select("all_reduce", BACKWARD) for recording in each_rank(seen, "recording")):
+        reduced = [e for each in each_rank(seen, "recording") for e in each.select("all_reduce", BACKWARD)]
+        if any(event.num_bytes == seen.whole_bytes for event in reduced):
             help = ALL_REDUCED
         sends_as_much(trial, seen, "", seen.whole_bytes, "one all-gather of x would", help)
         means = "one all-gather and one reduce-scatter of x would"
