@@ -322,10 +322,8 @@ def compare_saved(trial: Trial, where: Where, tolerance: float = 0.0) -> None:
             listed = "; ".join(f"{part} {given.get(part)}, measured {true[part]}" for part in parts)
             help = f"If a storage counts as its first keeper's, these parts differ: {listed}."
             break
-    slips, which = (
-        large_slips if tolerance else activation_slips,
-        {COPIED_OR_WIDE: copied_or_wide(answers, where)},
-    )
+    slips = large_slips if tolerance else activation_slips
+    which = {COPIED_OR_WIDE: copied_or_wide(answers, where)}
     if all(answer.right for answer in answers.select("total", lambda c, *_: c.dropout == 0, tolerance)):
         which[f"{ONE_MISSING}, or the embedding's mask"] = MASK_MISSING  # the inputs are there
 

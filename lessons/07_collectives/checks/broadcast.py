@@ -199,7 +199,7 @@ def only_messages_are_used(trial: Trial) -> None:
     """It is made of isend and irecv, which bring what comes out: no collective is called."""
     for observe in (observe_sources, observe_sizes):
         require_messages_alone(trial, trial.once(observe))
-    require_carried(trial, "broadcast", lambda _: [trial.normal(12), 0])
+    require_carried(trial, "broadcast", lambda _: [trial.normal(12), 0], receivers=range(1, trial.num_ranks))
 
 
 @check("broadcast", world_sizes=FEW)
