@@ -17,13 +17,13 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def called_with_changed_messages(rank: Any, name: str, given: list[Any]) -> list[list[Tensor]]:
-    """The probe: what a call returns and leaves in its arguments; then the same with changed messages."""
+def called(rank: Any, name: str, changes: list[bool], given: list[Any]) -> list[list[Tensor]]:
+    """The probe: what each call returns and leaves in its arguments; messages of some are changed."""
     function, layer = getattr(rank.submission, name), [torch.sigmoid] * (name == "relay_microbatches")
     found = []
-    for how in (nullcontext, rank.changed_messages):
+    for changed in changes:
         arguments = [copied(each) for each in given]
-        with how():
+        with rank.changed_messages() if changed else nullcontext():
             returned = function(*layer, *arguments, rank.group)
         found.append([tensor.clone() for tensor in tensors_in([returned, arguments])])
     return found
@@ -42,8 +42,9 @@ def require_carried(
         return
     arguments = [(list(given(r)),) for r in range(trial.num_ranks)]
     try:
-        results = trial.run(called_with_changed_messages, name, per_rank=arguments)
+        results = trial.run(called, name, [False, True], per_rank=arguments)
     except CheckEnded:
+        trial.run(called, name, [False], per_rank=arguments)
         return  # it looks at what came, and does not like it
     for r in range(trial.num_ranks) if receivers is None else receivers:
         plain, other = results[r]
