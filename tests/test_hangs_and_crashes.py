@@ -315,13 +315,13 @@ def test_a_machine_that_was_held_up_is_no_deadlock(launcher: Launcher) -> None:
     """As by a laptop's lid: who keeps the ranks wakes, and has not looked for a long time."""
 
     def hold_up(rank):
-        keeper = psutil.Process(os.getppid())
-        those = [keeper.parent(), keeper]  # the fork server ends a keeper that it sees stopped
         if rank.rank == 0:
-            for process in those:
+            keeper = psutil.Process(os.getppid())
+            server = keeper.parent()  # it ends a keeper that it sees stopped, and its keeper wakes it
+            for process in (server, keeper, server):
                 process.suspend()
             time.sleep(3)
-            for process in those[::-1]:
+            for process in (keeper, server):
                 process.resume()
         time.sleep(3.5 - 3 * (rank.rank == 0))
 
