@@ -497,6 +497,7 @@ def test_a_killed_grade_leaves_no_process(number: str, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background nobody hears it
     )
     deadline = time.monotonic() + 90
     below: list[psutil.Process] = []
