@@ -231,11 +231,11 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
     """The mean loss of a language model's head, with the logits of `chunk_size` tokens at a time.
 
-    Loss and gradients are those of `F.cross_entropy(x @ weight.T, targets, ignore_index=-1)`, for those of x
-    and weight that need one. Never more than `chunk_size` tokens have logits at once, in the forward and in
-    backward. After the forward one chunk's logits may be left, and no more. The head's product is computed at
-    most twice for each token. The arguments are not changed. A second backward finds the same gradients, or
-    is refused.
+    Loss and gradients are those of `F.cross_entropy(x @ weight.T, targets, ignore_index=-1)`, in float64 as
+    well, for those of x and weight that need one. Never more than `chunk_size` tokens have logits at once, in
+    the forward and in backward. After the forward one chunk's logits may be left, and no more. The head's
+    product is computed at most twice for each token. The arguments are not changed. A second backward finds
+    the same gradients, or is refused.
 
     Args:
         x: what the head reads, (N, h).

@@ -242,7 +242,7 @@ def _zigzag_chunks(num_ranks: int, rank: int) -> tuple[int, int]:
 def zigzag_split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """This rank's part of a tensor that every rank has: of 2n equal chunks along `dim`, r and 2n-1-r, joined.
 
-    Nothing is sent for it.
+    `dim` may count from the end. Nothing is sent for it.
 
     Raises:
         ValueError: the dimension is not divisible by 2n.

@@ -511,7 +511,7 @@ def gather_ahead(blocks: Sequence[nn.Module], units: Sequence[ShardedUnit]) -> N
 
     In forward that is the next block's unit, in backward the one before; nothing waits for it until its own
     block computes. Called after `gather_in_forward` and `gather_in_backward` of the same blocks. No more
-    than two units are whole, or on their way, at a time.
+    than two units are whole, or on their way, at a time, and after backward none is, wherever it ends.
 
     Source: arXiv:2304.11277, section 3.3.
     """
@@ -712,10 +712,10 @@ def clipped_step(
 
     `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and after
     `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
-    The norm is that of the whole gradient, as if one process had it, though no gradient travels for it;
-    where it is larger than `max_norm`, every rank multiplies its gradients by max_norm / norm (with PyTorch's
-    1e-6 added to the norm, or without). Returns the norm before clipping, a scalar that is the same on every
-    rank.
+    The norm is that of the whole gradient, as if one process had it, in float64 as well, though no gradient
+    travels for it; where it is larger than `max_norm`, every rank multiplies its gradients by max_norm / norm
+    (with PyTorch's 1e-6 added to the norm, or without). Returns the norm before clipping, a scalar that is
+    the same on every rank.
     """
     # answer
     optimizer.zero_grad()

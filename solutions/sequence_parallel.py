@@ -269,10 +269,11 @@ def sequence_parallel_block(block: Block, group: ProcessGroup) -> Block:
 
     Called with (b, s/n, h), rank r the r-th tokens, and returns the same. Norms, residual stream and the
     dropouts on it see s/n tokens; attention and MLP are tensor parallel between an all-gather and a
-    reduce-scatter. After backward every gradient is complete, over two passes as well, and the same on every
-    rank where the parameter is replicated. The ranks' dropouts drop different elements, also if the ranks
-    share a seed (that of the attention's probabilities is free). So do the two dropouts of a rank, and two
-    calls. Changes and returns the given block.
+    reduce-scatter. For backward a rank keeps no more than two tensors whole, (b, s, h): what the two column
+    parallel layers read. After backward every gradient is complete, over two passes as well, and the same on
+    every rank where the parameter is replicated. The ranks' dropouts drop different elements, also if the
+    ranks share a seed (that of the attention's probabilities is free). So do the two dropouts of a rank, and
+    two calls. Changes and returns the given block.
 
     Raises:
         ValueError: the number of heads is not divisible by the number of ranks; nothing was changed.

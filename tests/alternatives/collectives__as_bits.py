@@ -1,4 +1,4 @@
-"""Lesson 07 otherwise: what travels are whole numbers with the same bits, in two pieces."""
+"""Lesson 07 otherwise: whole numbers with the same bits travel in two pieces; two levels take two halves."""
 
 import torch
 import torch.distributed as dist
@@ -62,3 +62,23 @@ def relay_microbatches(layer, inputs, group):
             sending += start(dist.isend, made, group, group_dst=rank + 1)
     end(sending)
     return outputs if rank == last else []
+
+
+def two_level_all_reduce(tensor, inner, outer):
+    """In two halves, each filled up on its own: the second is inside while the first is across."""
+    n = inner.size()
+    halves = [half for half in tensor.flatten().tensor_split(2) if half.numel()]
+    padded = [torch.nn.functional.pad(half, (0, -half.numel() % n)) for half in halves]
+    shards = [half.new_empty(half.numel() // n) for half in padded]
+    work = []
+    for half, shard in zip(padded, shards, strict=True):
+        scattered = dist.reduce_scatter_tensor(shard, half, group=inner, async_op=True)
+        if work:
+            work.pop().wait()
+        scattered.wait()
+        work.append(dist.all_reduce(shard, group=outer, async_op=True))
+    work.pop().wait()
+    for half, shard in zip(padded, shards, strict=True):
+        dist.all_gather_into_tensor(half, shard, group=inner)
+    parts = [half[: part.numel()] for half, part in zip(padded, halves, strict=True)]
+    tensor.copy_(torch.cat(parts).view_as(tensor))

@@ -1,5 +1,6 @@
 """Checks of `recompute_attention`: the core of attention is computed again, and nothing else."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
@@ -69,6 +70,7 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
     model = build(lambda: make(kind, GPTConfig(**sizes)), seed, rank.device)
     before, changed = dict(model.named_parameters()), model
     cores = [block.attn.core for block in model.transformer.h]
+    around = called_around_cores(model)
     if how in ("mine", "mine, given in training mode"):
         given = model.train(kind == "fused" or how != "mine")  # it may be in eval mode when it is changed
         changed = rank.submission.recompute_attention(given)
@@ -98,12 +100,23 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
         logits, loss = changed(idx, targets)
         recording.mark("after the forward")
         loss.backward()
+    result["twice"] = sorted(name for name, times in around.items() if times > 1)
     result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
     result |= {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
     result["all in training mode"] = all(part.training for core in cores for part in core.modules())
     calls = [getattr(core, "calls", 0) for core in cores]
     result |= {"called again": all(n == 2 for n in calls), "called once": [n == 1 for n in calls]}
     return result | {"evaluation": evaluation(changed.eval(), before, idx, targets)}
+
+
+def called_around_cores(model: GPT) -> Counter[str]:
+    """How often each layer of the first block that is no core, and no product, will have been called."""
+    calls: Counter[str] = Counter()
+    for name, layer in model.transformer.h[0].named_modules():
+        is_part = not list(layer.children()) and not isinstance(layer, nn.Linear)
+        if is_part and not name.startswith("attn.core"):
+            layer.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    return calls
 
 
 def evaluation(model: GPT, parameters: dict[str, nn.Parameter], idx: Tensor, targets: Tensor) -> dict:
@@ -275,6 +288,12 @@ def core_is_computed_again_and_nothing_else(trial: Trial) -> None:
             f"{layers * core:,}",
             help="Checkpoint block.attn.core, of every layer and of any class, and no more.",
             cause=told.get(extra, "") if extra else why_not_again(seen, kind),
+        )
+        trial.require(
+            not mine["twice"],
+            f"{kind}: of the first block, {', '.join(mine['twice'])} are called twice",
+            help="Checkpoint block.attn.core alone: what lies around it is kept.",
+            cause="a whole block is computed again, but for its products, whose results are kept",
         )
 
 

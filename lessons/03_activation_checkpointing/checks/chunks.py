@@ -68,6 +68,11 @@ def without_the_rest_at_all(x: Tensor, weight: Tensor, targets: Tensor, size: in
     return whole(x[:end], weight, targets[:end])
 
 
+def over_losses(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    losses = F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction="none")
+    return losses.sum() / (losses > 1e-6).sum()
+
+
 def over_chunks(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
     return sum_over_targets(x, weight, targets, size) / len(x.split(size))
 
@@ -91,6 +96,7 @@ SLIPS = {
     "it is divided by all targets, those of -1 as well": over_all_tokens,
     "it is a sum: nobody divides by how many targets count": sum_over_targets,
     "the chunks' sums are divided by how many chunks there are, not by how many targets count": over_chunks,
+    "losses that are not 0 are counted: a target that is certain has a loss of 0, and counts": over_losses,
     "a target of -1 is taken for token 0, and its loss is added": partial(as_token, 0),
     "a target of -1 is taken for token 0, and counted": as_token_0_counted,
     "a target of -1 is taken for the last token, as an index of -1 is, and its loss is added": partial(
@@ -176,7 +182,7 @@ def inputs(trial: Trial, tokens: int, width: int, vocabulary: int) -> tuple[Tens
 
 
 def observe(trial: Trial) -> SimpleNamespace:
-    """Seven chunks, of which the second counts nothing, and the last is shorter."""
+    """Seven chunks, of which the second counts nothing, and the last is shorter; two targets are certain."""
     size = trial.integer(5, 8)
     tokens = 6 * size + trial.integer(1, 3)
     given = inputs(trial, tokens, trial.integer(9, 14), trial.integer(30, 40))
@@ -184,8 +190,15 @@ def observe(trial: Trial) -> SimpleNamespace:
     targets[size : 2 * size] = -1
     targets[3 * size + 1 : 4 * size] = -1
     targets[::5] = -1
+    targets[targets == 0] = 1
     targets[-1] = 3  # the shorter chunk counts
     targets[1] = 0  # and so does token 0
+    x, weight, _ = given
+    word = weight.norm(dim=1).argmax()
+    alike = weight @ weight[word]
+    nearest = alike[word] - alike[torch.arange(len(weight)) != word].max()
+    x[3:5], targets[3:5] = weight[word] * 115 / nearest, word  # in float32 their losses are 0, and they count
+    x[4] *= 1.1
     if (targets != -1).sum().item().bit_count() == 1:
         targets[2] = -1  # 1 / count would be exact in float32, too
     scale = 1 + trial.integer(5, 100) / 50

@@ -42,6 +42,10 @@ exercise(
 )
 
 
+DENSE = ("plain", "with ignored targets", "all targets on the last rank", "with targets that are certain")
+"""The cases that are no more than a loss."""
+
+
 def entropy_probe(rank, cases: list[dict]) -> dict:
     return {"cases": [one_entropy(rank, case) for case in cases]}
 
@@ -85,7 +89,7 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     def logits() -> Tensor:
         return 2 * trial.normal(trial.integer(6, 12), v)
 
-    plain, last, large, padded = (logits() for _ in range(4))
+    plain, last, large, padded, certain = (logits() for _ in range(5))
     some = 2 * trial.normal(*plain.shape)  # what is kept by shape is found by the next case
     ignored = trial.tokens(v, len(some))
     ignored[: trial.integer(2, len(some) - 2)] = -1
@@ -99,6 +103,8 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     # Among them are the last word of each rank and the first one of the next.
     edges = [share * r + i for r in range(1, n) for i in (-1, 0)]
     targets[: len(edges)] = torch.tensor(edges)
+    foreseen = trial.tokens(v, len(certain))
+    certain[[1, 3], foreseen[[1, 3]]] = 120.0  # in fp32 their losses are 0, and they count
     return {
         "with ignored targets": (some, ignored),  # first: a count that is kept is not that of all targets
         "plain": (plain, targets),
@@ -108,6 +114,7 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
             padded,
             trial.tokens(v - missing, len(padded)),
         ),
+        "with targets that are certain": (certain, foreseen),
     }
 
 
@@ -173,6 +180,9 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
     return {
         "divided by all targets, ignored ones too": each.sum() / len(targets),
         "ignored targets (-1) were counted as if they were token 0": zeroed.mean(),
+        "losses that are not 0 are counted: a target that is certain has a loss of 0, and counts": (
+            each.sum() / (each > 1e-6).sum()
+        ),
         "the sum over the targets, where the mean belongs": each.sum(),
         "in bits: the logarithm to the base 2, where the natural one belongs": each.sum()
         / (math.log(2) * counted.sum()),
@@ -250,7 +260,7 @@ def own_largest(seen: SimpleNamespace, n: int) -> dict[str, Tensor | list[Tensor
 @check("vocab_parallel_cross_entropy")
 def loss_is_the_dense_one(trial: Trial) -> None:
     """The loss is the mean over the counted targets, the same on every rank."""
-    for name in ("plain", "with ignored targets", "all targets on the last rank"):
+    for name in DENSE:
         seen = trial.once(observe_entropy)[name]
         alternatives = partial(entropy_alternatives, seen, trial.num_ranks)
         trial.close(f"the loss ({name})", each_rank(seen, "loss"), seen.loss, alternatives=alternatives)
@@ -389,7 +399,7 @@ def require_numbers_of_no_words(trial: Trial, seen: SimpleNamespace, actual: lis
 @check("vocab_parallel_cross_entropy")
 def logits_gradient_is_the_dense_one(trial: Trial) -> None:
     """The gradient of this rank's logits is that slice of the dense gradient, zero for ignored targets."""
-    for name in ("plain", "with ignored targets", "all targets on the last rank"):
+    for name in DENSE:
         entropy_gradient(trial, trial.once(observe_entropy)[name], name)
 
 

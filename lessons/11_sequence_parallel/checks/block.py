@@ -296,7 +296,7 @@ def block_sends_what_tensor_parallel_sends(trial: Trial) -> None:
 
 @check("sequence_parallel_block")
 def block_keeps_what_the_formula_says(trial: Trial) -> None:
-    """Between forward and backward no more is alive than 2 + 14/n times (b, s, h), and small terms."""
+    """Between forward and backward no more is alive than 2 + 14/n times (b, s, h), with 1/n to spare."""
     for seen in trial.once(observe_block).plain:
         b, s, h = seen.x.shape
         n = trial.num_ranks
@@ -308,7 +308,7 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
             alive = alive_before_backward(recording)
             whole_is_normed = n > 1 and b * s * h in seen.results[rank]["normed"]
             trial.require(
-                alive <= allowed + part // 2,
+                alive <= allowed + part + part // 2,
                 f"{alive:,} bytes are alive after the forward: {allowed:,} are expected if the linear "
                 "layers keep "
                 f"their gathered inputs, {allowed - 2 * (n - 1) * part:,} if they gather them again "
