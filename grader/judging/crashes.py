@@ -225,7 +225,10 @@ def why_crashed(
     if sends_to_itself(message):
         return _to_itself(num_ranks)
     if _NONE.search(message) and places and _GRADIENT.search(places[-1]):
-        cause = "a parameter's .grad is None: it is frozen, or no backward has reached it in this pass"
+        cause = (
+            "a parameter's .grad is None: it is frozen, no backward has reached it in this pass, or it was "
+            "set to None since"
+        )
         return cause, "What has no gradient counts as zero, or is left out: on all ranks alike."
     if re.search(_NOT_CONTIGUOUS, message) and {"irecv", "recv"} & set(through):
         return _RECEIVED_INTO

@@ -28,13 +28,15 @@ MADE_OF_RANKS_IN_THE_GROUP = (
 )
 ANY_OF_THEM = (
     "it is right where the group is the whole world: is the world taken for the group, a rank of the world "
-    "for a rank in the group, or the other way round? Look for dist.get_rank() where group.rank() belongs, "
-    "for dist.get_world_size() where group.size() does, for src, dst or peer (P2POp's third argument is "
-    "one) where group_src, group_dst or group_peer does, for dist.new_group, whose ranks are "
-    "of the world, for a call without group=group (or, where you are given a mesh, without mesh=mesh), for "
-    "torch.distributed.nn, some of whose functions know the world alone"
+    "for a rank in the group, or the other way round?"
 )
 """Likely cause of what fails only in a layout whose group is part of the world."""
+WHERE_TO_LOOK = (
+    "Look for dist.get_rank() (group.rank() is meant) and dist.get_world_size() (group.size()); for src, dst "
+    "and peer, as P2POp's third argument is (group_src, group_dst, group_peer); for a call without "
+    "group=group, or without mesh=mesh; for dist.new_group, whose ranks are the world's; and for "
+    "torch.distributed.nn, some of whose functions know the world alone."
+)
 
 
 def narrowed(cause: str, help: str) -> tuple[str, str]:
@@ -44,4 +46,4 @@ def narrowed(cause: str, help: str) -> tuple[str, str]:
     if cause == MADE_BY_SOME:
         step = "Give it dist.get_global_rank(group, r) for each rank r in the group."
         return MADE_OF_RANKS_IN_THE_GROUP, step
-    return ANY_OF_THEM, ""
+    return ANY_OF_THEM, WHERE_TO_LOOK

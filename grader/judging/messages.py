@@ -14,6 +14,10 @@ Locate = Callable[[str, int], str]
 
 SAME_SIZE = "Both sides of a message need tensors of the same size and dtype."
 SAME_GROUP = "Both sides of a message must name the same group."
+EARLIER_ONES = (
+    "Call wait() on all that isend, irecv and batch_isend_irecv return, also before the last one: a message "
+    "whose handle is dropped may never travel, and the next ones stand behind it."
+)
 
 
 def seen_from(event: Event, group: Sequence[int]) -> Event:
@@ -198,7 +202,7 @@ def _lost(
         return CheckEnded(
             Verdict.WRONG,
             f"{met} in {told(other[0], locate)}: the two did not meet",
-            help=SAME_GROUP,
+            help=EARLIER_ONES if ours[channel].index(event) else SAME_GROUP,
         )
     what = "had returned" if ranks[event.peer].status == "done" else f"had called {told(other[0], locate)}"
     call = "isend" if event.kind == "recv" else "irecv"

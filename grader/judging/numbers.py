@@ -186,7 +186,11 @@ def _known_slip(
             return text
     if len(wrong) > 2 and gives([wrong[0].given] * len(asked)):
         return "the same number for different arguments: compute it from them"
-    if all(any(same(answer.given, true, tolerance) for true in answer.earlier) for answer in wrong):
+    by_chance = (0, 1)  # which are answers to many calls
+    if all(
+        answer.given not in by_chance and any(same(answer.given, true, tolerance) for true in answer.earlier)
+        for answer in wrong
+    ):
         return "these are answers to earlier calls: something is remembered between calls"
     return ""
 
@@ -231,6 +235,8 @@ def _factor(asked: Sequence[Answer], tolerance: float) -> str:
         math.isclose(answer.given, factor * answer.true, rel_tol=tolerance or 1e-12) for answer in asked
     ):
         return ""
+    if factor == 1:
+        return "right but for its last digits: fractions are rounded. Count in whole numbers: // and not /"
     if factor in WORDS:
         return f"always exactly {WORDS[int(factor)]} what it should be"
     if 1 / factor in WORDS:

@@ -321,6 +321,7 @@ def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> C
         for event in rank.events:
             if event.kind in COLLECTIVES:
                 queues[event.group].setdefault(name.group[r], []).append(event)
+    without: list[tuple[bool, CheckEnded]] = []
     for group, by_rank in queues.items():
         for position in range(max(len(events) for events in by_rank.values())):
             calls = {
@@ -333,12 +334,20 @@ def disagreement(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> C
             if missing and any(ranks[r].status == "running" for r in calls):
                 r, event = next(iter(calls.items()))
                 who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-                return CheckEnded(
+                end = CheckEnded(
                     Verdict.WRONG,
                     f"rank {r} called {messages.told(event, locate)}, and {who} never did",
                     help="A collective returns only when every rank of its group has called it.",
                 )
-    return None
+                without.append((any(_is_held_up(ranks[r]) for r in missing), end))
+                break
+    return min(without, key=lambda one: one[0])[1] if without else None
+
+
+def _is_held_up(rank: RankReport) -> bool:
+    """Whether it waits in a collective itself, for others: who is missing where is told elsewhere."""
+    event = messages.waited_for(rank)
+    return event is not None and event.kind in COLLECTIVES and event.kind != "barrier"
 
 
 def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:

@@ -259,7 +259,9 @@ def require(
     values = [value for value in map(whole, answers.given) if value is not None]
     most = max(values, default=0)
     at_most = (
-        {f"never more than {most:,}: has the search an upper end?": most} if values.count(most) > 1 else {}
+        {f"never more than {most:,}: has the search an upper end?": most}
+        if most and values.count(most) > 1
+        else {}
     )
     compare_answers(
         trial,

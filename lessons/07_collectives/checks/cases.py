@@ -297,7 +297,7 @@ def require_untouched(
             case.values,
             alternatives=partial(sums, case),
             rtol=0.0,
-            help="Add into a copy: flatten(), view() and chunk() share memory with the input.",
+            help="Add and receive into memory of your own: flatten(), view() and chunk() share the input's.",
         )
 
 

@@ -39,9 +39,15 @@ def told_if_ranks_part(cause: str) -> Iterator[None]:
     try:
         yield
     except CheckEnded as end:
-        if any(words in end.message for words in ("the ranks parted", "never did")):
-            end.cause = end.cause or cause
+        if any(words in end.message for words in ("the ranks parted", "never did")) and not end.cause:
+            end.cause, end.help = cause, OWN_PLACE if cause else end.help
         raise
+
+
+OWN_PLACE = (
+    "Each parameter has its bucket from the beginning, the same on every rank. Where it gets no gradient it "
+    "counts as zero, and its bucket leaves all the same."
+)
 
 
 INSIDE, LEAVING = "inside no_sync", "as no_sync ends"

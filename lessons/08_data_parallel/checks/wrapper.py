@@ -252,7 +252,7 @@ def finish_does_nothing_when_nothing_is_pending(trial: Trial) -> None:
             by_rank(seen.results, "again", name),
             by_rank(seen.results, "gradients", name),
             rtol=0.0,
-            help="Forget the buckets that are done.",
+            help="A second finish has nothing to send, to divide or to write: forget what is done.",
         )
 
 

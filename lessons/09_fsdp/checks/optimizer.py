@@ -233,8 +233,8 @@ def load_between(rank: Any, start: list[Tensor], loaded: list[Tensor], x: list[T
     And whether the first step gave them other memory.
     """
     parameters = nn.ParameterList(each.clone() for each in start)
-    places = [parameter.data_ptr() for parameter in parameters]
     optimizer = rank.submission.ShardedOptimizer(parameters, SGD, rank.group, lr=1.0)
+    places = [parameter.data_ptr() for parameter in parameters]
     for number, each in enumerate(x):
         if number:
             elsewhere = [parameter.data_ptr() for parameter in parameters] != places

@@ -244,7 +244,7 @@ def require_travel_while_computing(trial: Trial, seen: SimpleNamespace) -> None:
     trial.require(
         seen.results[0]["others_computed"],
         "rank 0 started late, and some other rank did not compute its first block before rank 0 had sent "
-        "something: the hop is waited for before the block is computed",
+        "something: the hop is waited for before the block is computed, or a rank leaves its own block out",
         help="Start the hop, compute the block that is there, then wait: one block at a time. The first "
         "block is your own, and needs nothing from anybody.",
     )
