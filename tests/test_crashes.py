@@ -10,6 +10,7 @@ from grader.judging.group_and_world import NOT_OF_THE_GROUP, NOT_OF_TORCHS_GROUP
 from grader.judging.stories import ending
 from grader.ranks.launcher import RankReport, RunReport
 from grader.ranks.limits import Limits
+from grader.ranks.recording import Event
 from nanogpt.model import GPT, GPTConfig
 
 
@@ -217,3 +218,21 @@ def test_a_rank_that_the_group_has_not_is_told_before_a_message_to_oneself(first
     assert end is not None
     assert end.message.startswith("rank 1 (and on 1 more) raised RuntimeError: Global rank 0")
     assert end.cause == NOT_OF_THE_GROUP
+
+
+@pytest.mark.parametrize(
+    ("messages", "step"), [(1, "must name the same group"), (3, "a message whose handle is dropped")]
+)
+def test_a_message_that_stands_behind_others_may_wait_for_a_dropped_handle(messages: int, step: str) -> None:
+    """Both ranks wait in the last message: only where it has others before it may one of those be lost."""
+    ranks = []
+    for kind, peer in (("send", 1), ("recv", 0)):
+        events = [
+            Event(kind, 40, 10, "float32", (10,), (0, 1), peer, "", True, "", 0, "", index)
+            for index in range(1, messages + 1)
+        ]
+        ranks.append(RankReport("running", began=True, events=events, waits_for=messages))
+    end = ending(RunReport("idle", 9.0, ranks), lambda file, line: "", Limits(), [0, 1])
+    assert end is not None
+    assert "the two did not meet" in end.message
+    assert step in end.help
