@@ -82,6 +82,10 @@ def test_constant_and_remembered_answers_are_named() -> None:
     assert "remembered" in cause_for(lambda x: seen.append(x) or (seen[-2] if len(seen) > 1 else x) ** 2)
 
 
+def test_a_whole_number_that_was_rounded_is_told_as_that() -> None:
+    assert "right but for its last digits" in cause_for(lambda x: x * x * (1 + 1e-14))
+
+
 def test_other_arguments_are_named() -> None:
     assert cause_for(lambda x: (x + 1) ** 2, alterations={"one too far": lambda x: (x + 1,)}) == "one too far"
 
