@@ -381,8 +381,8 @@ class ShardedUnit:
 
     The constructor takes the weights of the group's rank 0, and leaves the parameters freed. The Parameter
     objects stay those that were given: modules and hooks have them. `parameters` is their list, and `shards`
-    one flat nn.Parameter for each, perhaps empty, of its dtype and its `requires_grad`; together the ranks'
-    shards are of one size, give or take n numbers for each parameter. `param_dtype` is the dtype of
+    one flat nn.Parameter for each, perhaps empty, of its dtype and its `requires_grad`; together a rank's
+    shards have an n-th of all numbers, and at most the largest parameter more. `param_dtype` is the dtype of
     gathered weights, that of the parameters unless given; the shards keep theirs. `reduce_dtype` is kept
     for `reduce_gradients`.
 
