@@ -37,6 +37,9 @@ def training_slips(c: GPTConfig, b: int, s: int, recompute: str = "none") -> dic
         "6·P a token is an estimate: norms multiply nothing, the core has no parameters": (
             6 * b * s * parameters(c)["total"]
         ),
+        "6·N and the core are an estimate: N has the norms and the biases in it, which multiply nothing": (
+            6 * b * s * (parameters(c)["total"] - c.block_size * c.n_embd) + 3 * core
+        ),
     }
     if recompute == "none":
         return slips | {

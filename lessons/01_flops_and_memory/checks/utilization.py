@@ -48,6 +48,9 @@ def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[st
         * 6
         * matrices,
         "6·P leaves out the core, and counts positions, which multiply nothing": rate / peak * 6 * every,
+        "of attention's core the causal half alone is there: its two products are of s x s": rate
+        / peak
+        * (6 * matrices + 6 * c.n_layer * c.n_embd * s),
         "positions are parameters that multiply nothing: 6·P counts them, and 6·N does not": rate
         / peak
         * (6 * every + 12 * c.n_layer * c.n_embd * s),
