@@ -88,8 +88,8 @@ def left_alone(
         not result["upstream_changed"],
         f"the gradient that came into backward was changed in place{where}",
         help=help
-        or "A residual connection hands it to its other branch, too: change a clone(). contiguous() is no "
-        "copy where the tensor is contiguous already.",
+        or "A residual connection hands it to its other branch, too: change a copy, such as "
+        "clone(memory_format=torch.contiguous_format). contiguous() is none where it is contiguous already.",
         rank=rank,
         cause=cause,
     )

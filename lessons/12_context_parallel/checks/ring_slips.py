@@ -139,11 +139,25 @@ def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
             alone[..., w] = scores[..., w].softmax(-1).nan_to_num(0.0)
         cause = f"the weights are each {told}'s own softmax: they need the final lse, of all blocks"
         wrong[cause] = gradients_from(seen, alone, delta)
+    for told, steps in (("last", -1), ("first", 1)):
+        cause = f"the weights are made with the lse of the {told} block alone: backward needs the final one"
+        wrong[cause] = gradients_from(seen, with_lse_of_one_block(seen, scores, steps), delta)
     wrong[
         "backward takes the block that forward's last hop brought, the next rank's, for this rank's own: "
         "keep the k and v that were given"
     ] = from_the_next_block(seen, delta)
     return wrong
+
+
+def with_lse_of_one_block(seen: SimpleNamespace, scores: Tensor, direction: int) -> Tensor:
+    """Attention's weights by the lse of one block: the first that a rank computes, or with -1 the last."""
+    n, weights = len(seen.where), torch.zeros_like(scores)
+    for r, own in enumerate(seen.where):
+        blocks = [scores[:, :, own][..., seen.where[(r - step) % n]] for step in range(n)]
+        computed = [block for block in blocks if (block > -math.inf).any()]
+        lse = computed[::direction][0].logsumexp(-1, keepdim=True)
+        weights[:, :, own] = (scores[:, :, own] - lse).exp()
+    return weights
 
 
 def from_the_next_block(seen: SimpleNamespace, delta: Tensor) -> list[Tensor]:
