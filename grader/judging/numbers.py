@@ -188,7 +188,7 @@ def _known_slip(
         return "the same number for different arguments: compute it from them"
     by_chance = (0, 1)  # which are answers to many calls
     if all(
-        answer.given not in by_chance and any(same(answer.given, true, tolerance) for true in answer.earlier)
+        any(same(answer.given, true, tolerance) for true in answer.earlier) and answer.given not in by_chance
         for answer in wrong
     ):
         return "these are answers to earlier calls: something is remembered between calls"
@@ -234,6 +234,8 @@ def _factor(asked: Sequence[Answer], tolerance: float) -> str:
     if not 0 < factor <= 1024 or not all(
         math.isclose(answer.given, factor * answer.true, rel_tol=tolerance or 1e-12) for answer in asked
     ):
+        return ""
+    if factor == 1 and not all(isinstance(answer.true, int) for answer in asked):
         return ""
     if factor == 1:
         return "right but for its last digits: fractions are rounded. Count in whole numbers: // and not /"

@@ -110,11 +110,11 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
 
 
 def called_around_cores(model: GPT) -> Counter[str]:
-    """How often each layer of the first block that is no core, and no product, will have been called."""
+    """How often each layer of the blocks that is no core, and no product, will have been called."""
     calls: Counter[str] = Counter()
-    for name, layer in model.transformer.h[0].named_modules():
+    for name, layer in model.transformer.h.named_modules():
         is_part = not list(layer.children()) and not isinstance(layer, nn.Linear)
-        if is_part and not name.startswith("attn.core"):
+        if is_part and ".attn.core" not in name:
             layer.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
     return calls
 
@@ -291,7 +291,7 @@ def core_is_computed_again_and_nothing_else(trial: Trial) -> None:
         )
         trial.require(
             not mine["twice"],
-            f"{kind}: of the first block, {', '.join(mine['twice'])} are called twice",
+            f"{kind}: of the blocks, {', '.join(mine['twice'])} are called twice",
             help="Checkpoint block.attn.core alone: what lies around it is kept.",
             cause="a whole block is computed again, but for its products, whose results are kept",
         )

@@ -138,12 +138,10 @@ def require_nothing(trial: Trial, name: str) -> None:
     mask = seen_by(offset, q.size(2), k.size(2))
     blind = ~mask.any(-1)
     out, lse = attention(q, k, v, mask)
-    mean = of_rows(v.double().mean(2, keepdim=True).expand(out.shape), blind)
+    weighed = of_rows(v.double().mean(2, keepdim=True).expand(out.shape), blind)
     below = of_rows(result["lse"], blind)
     if isinstance(below, Tensor) and bool((below.isfinite() & (below < -1000)).all()):
-        mean = of_rows(
-            result["out"], blind
-        )  # a large number is added, and the scores are what is left beside it
+        weighed = of_rows(result["out"], blind)  # by what is left of scores beside a large number
     sizes = f"s_q = {q.size(2)}, s_k = {k.size(2)}"
     told = f"of queries that see nothing ({name}: {sizes}, causal_offset = {offset})"
     help = "Mask with -inf, and replace what -inf - -inf makes: 0 for out, -inf for lse."
@@ -151,7 +149,7 @@ def require_nothing(trial: Trial, name: str) -> None:
         f"out {told}",
         of_rows(result["out"], blind),
         of_rows(out, blind),
-        {"all keys are weighed: the mask is a finite number, and was to be -inf": mean},
+        {"all keys are weighed: the mask is a finite number, and was to be -inf": weighed},
         help,
     )
     found, right = (of_rows(x, blind) for x in (result["lse"], lse))
