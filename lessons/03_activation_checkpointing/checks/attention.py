@@ -100,7 +100,7 @@ def step(rank: Any, how: str, kind: str, sizes: dict, seed: int, idx: Tensor, ta
         logits, loss = changed(idx, targets)
         recording.mark("after the forward")
         loss.backward()
-    result["twice"] = sorted(name for name, times in around.items() if times > 1)
+    result["twice"] = [name for name, times in around.items() if times > 1]
     result |= {"loss": loss.detach().clone(), "logits": logits.detach().clone(), "recording": recording}
     result |= {"gradients": gradients(before), "drawn": torch.rand(4, device=rank.device)}
     result["all in training mode"] = all(part.training for core in cores for part in core.modules())
@@ -289,9 +289,10 @@ def core_is_computed_again_and_nothing_else(trial: Trial) -> None:
             help="Checkpoint block.attn.core, of every layer and of any class, and no more.",
             cause=told.get(extra, "") if extra else why_not_again(seen, kind),
         )
+        blocks, names = (sorted({name.split(".", 1)[i] for name in mine["twice"]}) for i in range(2))
         trial.require(
             not mine["twice"],
-            f"{kind}: of the blocks, {', '.join(mine['twice'])} are called twice",
+            f"{kind}: of block {', '.join(blocks)}, {', '.join(names)} are called twice",
             help="Checkpoint block.attn.core alone: what lies around it is kept.",
             cause="a whole block is computed again, but for its products, whose results are kept",
         )
