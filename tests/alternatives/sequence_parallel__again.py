@@ -84,15 +84,16 @@ def scatter_sequence(x, group):
 
 
 def gathered_linear(x, weight, bias, group):
-    """By saved-tensor hooks: what F.linear wants to keep of the gathered x is replaced by x."""
+    """By saved-tensor hooks: in the place of the gathered x a copy of this rank's tokens, (s/n, b, in)."""
     whole = gather_sequence(x, group)
     place = whole.untyped_storage().data_ptr()
+    own = x.detach().transpose(0, 1).contiguous()
 
     def pack(tensor):
         return tensor.shape if tensor.untyped_storage().data_ptr() == place else tensor
 
     def unpack(kept):
-        return kept if isinstance(kept, torch.Tensor) else joined(x.detach(), group).view(kept)
+        return kept if isinstance(kept, torch.Tensor) else joined(own.transpose(0, 1), group).view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return F.linear(whole, weight, bias)

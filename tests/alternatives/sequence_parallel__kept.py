@@ -108,8 +108,11 @@ def slice_linear(linear, group, dim):
 
 
 def norm_forward(group, norm, x):
+    """Sequence first, as Megatron has it: what the norm keeps is a copy in that order."""
     bias = None if norm.bias is None else copy_to_group(norm.bias, group)
-    return F.layer_norm(x, norm.weight.shape, copy_to_group(norm.weight, group), bias, 1e-5)
+    first = x.transpose(0, 1).contiguous()
+    y = F.layer_norm(first, norm.weight.shape, copy_to_group(norm.weight, group), bias, 1e-5)
+    return y.transpose(0, 1)
 
 
 def row_forward(group, linear, x):
