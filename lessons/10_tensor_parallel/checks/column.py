@@ -21,6 +21,8 @@ from lessons_shared.wire import computes_a_share, nothing_travels
 
 from .linears import (
     LINEAR,
+    ONE_WAY,
+    OTHER_WAY,
     copies,
     dtype_stays,
     layer_keeps_its_results,
@@ -79,7 +81,7 @@ def column_keeps_the_dtype(trial: Trial) -> None:
 def output_is_the_dense_layers_slice(trial: Trial) -> None:
     """Rank r's output is the r-th slice of the dense layer's."""
     n = trial.num_ranks
-    for name in ("plain", "3-D", "without bias"):
+    for name in ONE_WAY:
         seen = trial.once(LINEAR["ColumnParallelLinear"])[name]
         trial.close(
             f"the output ({name})",
@@ -95,25 +97,26 @@ def output_is_the_dense_layers_slice(trial: Trial) -> None:
 @check("ColumnParallelLinear")
 def gathered_output_is_whole(trial: Trial) -> None:
     """With gather_output=True every rank gets the whole output, and the gradients are still right."""
-    seen = trial.once(LINEAR["ColumnParallelLinear"])["other option"]
     n = trial.num_ranks
-    trial.close(
-        "the output",
-        each_rank(seen, "output"),
-        seen.dense.output,
-        alternatives={
-            "this rank's slice: nothing was gathered": parts(seen.dense.output, -1, n),
-            "without the bias": seen.dense.product,
-        },
-    )
-    column_gradients(trial, seen)
+    for name in OTHER_WAY["ColumnParallelLinear"]:
+        seen = trial.once(LINEAR["ColumnParallelLinear"])[name]
+        trial.close(
+            f"the output ({name})",
+            each_rank(seen, "output"),
+            seen.dense.output,
+            alternatives={
+                "this rank's slice: nothing was gathered": parts(seen.dense.output, -1, n),
+                "without the bias": seen.dense.product,
+            },
+        )
+        column_gradients(trial, seen, name)
 
 
 @check("ColumnParallelLinear")
 def input_gradient_is_whole(trial: Trial) -> None:
     """The gradient of x is the dense layer's: every rank's rows have had their say."""
     n = trial.num_ranks
-    for name in ("plain", "3-D", "without bias"):
+    for name in ONE_WAY:
         seen = trial.once(LINEAR["ColumnParallelLinear"])[name]
         partial = [
             u.double() @ w.double()
@@ -148,14 +151,14 @@ def only_its_own_use_of_x_is_summed(trial: Trial) -> None:
     uses_add_up(trial, results, upstream.double() @ weight.double(), beside)
 
 
-def column_gradients(trial: Trial, seen: SimpleNamespace) -> None:
+def column_gradients(trial: Trial, seen: SimpleNamespace, case: str) -> None:
     n = trial.num_ranks
     for name, whole in (("weight", seen.dense.weight), ("bias", seen.dense.bias)):
         if whole is None:
             continue
         own = parts(whole, 0, n)
         trial.close(
-            f"the gradient of {name} after two passes",
+            f"the gradient of {name} after two passes ({case})",
             each_rank(seen, "twice", name),
             [2 * g for g in own],
             alternatives={
@@ -168,8 +171,8 @@ def column_gradients(trial: Trial, seen: SimpleNamespace) -> None:
 @check("ColumnParallelLinear")
 def shard_gradients_are_the_dense_ones(trial: Trial) -> None:
     """The gradients of weight and bias are slices of the dense layer's, and add up over two passes."""
-    for name in ("plain", "3-D", "without bias"):
-        column_gradients(trial, trial.once(LINEAR["ColumnParallelLinear"])[name])
+    for name in ONE_WAY:
+        column_gradients(trial, trial.once(LINEAR["ColumnParallelLinear"])[name], name)
 
 
 @check("ColumnParallelLinear")
@@ -193,7 +196,7 @@ def joined(seen: SimpleNamespace, recording: Recording) -> str:
 def column_sends_one_all_reduce_backward(trial: Trial) -> None:
     """The forward sends nothing (gather_output: one all-gather), the backward one all-reduce of x's size."""
     for name, seen in trial.once(LINEAR["ColumnParallelLinear"]).items():
-        if name == "other option":
+        if name in OTHER_WAY["ColumnParallelLinear"]:
             gather_costs(trial, seen, "", seen.dense.output.numel() * 4)
             for rank, recording in enumerate(each_rank(seen, "recording")):
                 gathers = recording.select("all_gather", "")

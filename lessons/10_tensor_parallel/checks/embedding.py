@@ -20,12 +20,13 @@ from grader.checks import (
     stand_alone,
 )
 from lessons_shared.alone import tell_cases
-from lessons_shared.cut_gpt import describe, row_ranges
+from lessons_shared.cut_gpt import describe, own_part, row_ranges
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import undividable
 from lessons_shared.results import overwritten, results_stay
 from lessons_shared.wire import nothing_travels
 
+from .linears import fill
 from .shared import SIZES, one_all_reduce
 from .starts import starts_as_slices
 
@@ -48,11 +49,15 @@ def embedding_probe(rank, cases: list) -> list[dict]:
 KEPT = "it was a later call, of other tokens in the same shape: is something kept from the first one?"
 
 
-def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor, other: Tensor) -> dict:
-    embedding = nn.Embedding(*table.shape, device=rank.device)
-    with torch.no_grad():
-        embedding.weight.copy_(table)
-    layer = rank.submission.VocabParallelEmbedding.from_embedding(embedding, group=rank.group)
+def one_embedding(rank, table: Tensor, idx: Tensor, upstream: Tensor, other: Tensor, is_direct: bool) -> dict:
+    kind = rank.submission.VocabParallelEmbedding
+    if is_direct:
+        layer = kind(*table.shape, group=rank.group).to(rank.device)
+        fill(layer, {"weight": own_part(table, 0, rank.group.rank(), rank.group.size())})
+    else:
+        embedding = nn.Embedding(*table.shape, device=rank.device)
+        fill(embedding, {"weight": table})
+        layer = kind.from_embedding(embedding, group=rank.group)
     held = describe(layer)
     before = idx.clone()
     with rank.record() as recording:
@@ -94,13 +99,14 @@ def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
         "v does not divide": (undividable(trial, 9), lambda v: trial.tokens(v, 3, 4)),
         "all tokens on the last rank": (even, lambda v: trial.tokens(v // n, 9) + v - v // n),
         "v is small": (5, lambda v: torch.arange(5).repeat(2)),
+        BUILT: (even, lambda v: with_borders(trial.tokens(v, 2, 7), v, n)),
     }
     seen = {name: embedding_case(trial, size, draw(size)) for name, (size, draw) in plans.items()}
-    cases = [(case.table, case.idx, case.upstream, case.other) for case in seen.values()]
+    cases = [(c.table, c.idx, c.upstream, c.other, name == BUILT) for name, c in seen.items()]
     try:
         results = trial.run(embedding_probe, cases)
     except CheckEnded as end:
-        kinds = [kinds_of(len(case.table), n) for case in seen.values()]
+        kinds = [kinds_of(name, len(case.table), n) for name, case in seen.items()]
         tell_cases(end, lambda i: trial.run(embedding_probe, [cases[i]]), kinds, STEPS)
         raise
     for number, case in enumerate(seen.values()):
@@ -108,18 +114,21 @@ def observe_embedding(trial: Trial) -> dict[str, SimpleNamespace]:
     return seen
 
 
+BUILT = "v divides, built directly"
+DIRECT = "the table was built directly, not by from_embedding"
 NO_ROWS = "the table has so few rows that a rank has none of them"
 UNEVEN = "the ranks do not divide the table's rows"
 STEPS = {
     NO_ROWS: "A rank without rows has nothing to look up, not even for another's token: give it a row of "
     "zeros, as a table that is filled up has, or let it add zeros to the sum.",
+    DIRECT: "What forward and backward need, the constructor sets, whoever calls it.",
     UNEVEN: "Any number of rows is cut: fill the table up at its end, or let it end early on the last ranks.",
 }
 
 
-def kinds_of(size: int, n: int) -> list[str]:
-    """What is special about a table of so many rows over n ranks."""
-    there = {NO_ROWS: (n - 1) * -(-size // n) >= size, UNEVEN: size % n}
+def kinds_of(name: str, size: int, n: int) -> list[str]:
+    """What is special about a case's table, of so many rows over n ranks."""
+    there = {NO_ROWS: (n - 1) * -(-size // n) >= size, UNEVEN: size % n, DIRECT: name == BUILT}
     return [kind for kind, holds in there.items() if holds]
 
 

@@ -31,13 +31,16 @@ def linear_probe(rank, kind: str, cases: list[dict]) -> list[dict]:
 
 def one_linear(rank, layer_class: type, case: dict) -> dict:
     out_features, in_features = case["weight"].shape
-    linear = nn.Linear(in_features, out_features, bias=case["bias"] is not None, device=rank.device)
+    has_bias = case["bias"] is not None
+    linear = nn.Linear(in_features, out_features, bias=has_bias, device=rank.device)
     linear.to(case["weight"].dtype)
-    with torch.no_grad():
-        linear.weight.copy_(case["weight"])
-        if case["bias"] is not None:
-            linear.bias.copy_(case["bias"])
-    layer = layer_class.from_linear(linear, group=rank.group, **case["options"])
+    fill(linear, {"weight": case["weight"], "bias": case["bias"]})
+    if case["own"]:
+        layer = layer_class(in_features, out_features, has_bias, group=rank.group, **case["options"])
+        layer.to(rank.device)
+        fill(layer, case["own"])
+    else:
+        layer = layer_class.from_linear(linear, group=rank.group, **case["options"])
     held = {name: storage_bytes([p]) for name, p in layer.named_parameters()}
     x = case["x"].clone().requires_grad_()
     with rank.record() as recording:
@@ -62,6 +65,15 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         "overwritten": overwritten(layer, case["x"], upstream=case["upstream"]),
         "recording": recording,
     }
+
+
+def fill(layer: nn.Module, values: dict[str, Tensor | None]) -> None:
+    """On a rank: write these values into a layer's parameters, as a checkpoint would; what differs stays."""
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            value = values.get(name)
+            if value is not None and value.shape == parameter.shape:
+                parameter.copy_(value)
 
 
 def where_frozen(layer: nn.Module, case: dict) -> Tensor | None:
@@ -98,6 +110,8 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tenso
     )
 
 
+DIRECT = "the layer was built directly, not by from_linear"
+COPIED_WITHOUT_BIAS = "from_linear is given a layer without bias"
 DIMS = {2: "x has two dimensions, (tokens, features)", 3: "x has three dimensions, (b, s, features)"}
 STEPS = {
     **dict.fromkeys(
@@ -106,21 +120,44 @@ STEPS = {
         "may flatten them, as in gradient.flatten(0, -2).T @ x.flatten(0, -2).",
     ),
     **NO_BIAS,
+    COPIED_WITHOUT_BIAS: "linear.bias is None then: hand over whether there is one, and copy only that.",
+    DIRECT: "What forward and backward need, the constructor sets, whoever calls it.",
 }
 
 
+def kinds_of(case: dict) -> list[str]:
+    """What is special about a case, as a rank gets it."""
+    made = [DIRECT] if case["own"] else [] if case["bias"] is not None else [COPIED_WITHOUT_BIAS]
+    return [DIMS[case["x"].dim()], *made, *(NO_BIAS if case["bias"] is None else [])]
+
+
+ONE_WAY = ("plain", "3-D", "without bias", "built directly", "built directly, without bias")
+OTHER_WAY = {
+    "ColumnParallelLinear": ("gather_output=True", "built directly, gather_output=True"),
+    "RowParallelLinear": ("input_is_parallel=False", "built directly, input_is_parallel=False"),
+}
+"""The cases in which the output stays cut, or x comes cut, and those with the other option."""
+
+
 def observe_linear(kind: str):
-    """Four cases by name; each says what every rank did, and what the dense layer does."""
+    """Seven cases by name; each says what every rank did, and what the dense layer does.
+
+    Three are of layers that are built directly, into which the slices are loaded then.
+    """
 
     def observe(trial: Trial) -> dict[str, SimpleNamespace]:
         n = trial.num_ranks
         column = kind == "ColumnParallelLinear"
         other = {"gather_output": True} if column else {"input_is_parallel": False}
+        other_way, built = OTHER_WAY[kind]
         plans = [
             ("plain", True, {}, (trial.integer(3, 6),)),
             ("3-D", True, {}, (trial.integer(2, 3), trial.integer(3, 5))),
             ("without bias", False, {}, (trial.integer(3, 6),)),
-            ("other option", True, other, (trial.integer(2, 3), trial.integer(2, 4))),
+            (other_way, True, other, (trial.integer(2, 3), trial.integer(2, 4))),
+            ("built directly", True, {}, (trial.integer(3, 6),)),
+            ("built directly, without bias", False, {}, (trial.integer(3, 6),)),
+            (built, True, other, (trial.integer(2, 3), trial.integer(2, 4))),
         ]
         cases = [draw_linear(trial, column, *plan) for plan in plans]
 
@@ -131,8 +168,7 @@ def observe_linear(kind: str):
         try:
             results = run(cases)
         except CheckEnded as end:
-            drawn = [case["drawn"] for case in cases]
-            kinds = [[DIMS[each["x"].dim()], *(NO_BIAS if each["bias"] is None else [])] for each in drawn]
+            kinds = [kinds_of(case["ranks"][0]) for case in cases]
             tell_cases(end, lambda i: run([cases[i]]), kinds, STEPS)
             raise
         seen = {}
@@ -157,6 +193,12 @@ def draw_linear(trial: Trial, column: bool, name: str, has_bias: bool, options: 
         {
             "weight": weight,
             "bias": bias,
+            "own": {
+                "weight": own_part(weight, 0 if column else 1, r, n),
+                "bias": own_part(bias, 0, r, n) if column and has_bias else bias,
+            }
+            if name.startswith("built directly")
+            else {},
             "options": options,
             "x": x if whole_x else own_part(x, -1, r, n).contiguous(),
             "upstream": upstream if whole_y else own_part(upstream, -1, r, n).contiguous(),
@@ -191,7 +233,9 @@ def linear_refusal_probe(rank, kind: str, sizes: tuple) -> dict:
 
 def copies(trial: Trial, kind: str) -> None:
     """What `from_linear` makes stands alone, and has a bias only if the dense layer has one."""
-    for seen in trial.once(LINEAR[kind]).values():
+    for name, seen in trial.once(LINEAR[kind]).items():
+        if name.startswith("built directly"):
+            continue
         expected = {"weight"} if seen.bias is None else {"weight", "bias"}
         stand_alone(trial, seen.results)
         for rank, result in enumerate(seen.results):

@@ -17,6 +17,8 @@ from lessons_shared.wire import computes_a_share, nothing_travels
 
 from .linears import (
     LINEAR,
+    ONE_WAY,
+    OTHER_WAY,
     copies,
     dtype_stays,
     layer_keeps_its_results,
@@ -110,36 +112,37 @@ def row_output(trial: Trial, seen: SimpleNamespace, name: str) -> None:
 @check("RowParallelLinear")
 def output_is_the_dense_layers(trial: Trial) -> None:
     """The output is the dense layer's, whole, on every rank."""
-    for name in ("plain", "3-D", "without bias"):
+    for name in ONE_WAY:
         row_output(trial, trial.once(LINEAR["RowParallelLinear"])[name], name)
 
 
 @check("RowParallelLinear")
 def whole_input_is_cut(trial: Trial) -> None:
     """With input_is_parallel=False it takes the whole x, and x's gradient is whole again."""
-    seen = trial.once(LINEAR["RowParallelLinear"])["other option"]
     n = trial.num_ranks
-    row_output(trial, seen, "input_is_parallel=False")
-    own = [
-        torch.cat(
-            [p if k == r else torch.zeros_like(p) for k, p in enumerate(parts(seen.dense.x, -1, n))], -1
+    for name in OTHER_WAY["RowParallelLinear"]:
+        seen = trial.once(LINEAR["RowParallelLinear"])[name]
+        row_output(trial, seen, name)
+        own = [
+            torch.cat(
+                [p if k == r else torch.zeros_like(p) for k, p in enumerate(parts(seen.dense.x, -1, n))], -1
+            )
+            for r in range(n)
+        ]
+        trial.close(
+            f"the gradient of x ({name})",
+            each_rank(seen, "gradient"),
+            seen.dense.x,
+            alternatives={"zero outside this rank's slice: partial": own},
+            help="scatter_to_group cuts x, and joins the gradients in backward.",
         )
-        for r in range(n)
-    ]
-    trial.close(
-        "the gradient of x",
-        each_rank(seen, "gradient"),
-        seen.dense.x,
-        alternatives={"zero outside this rank's slice: partial": own},
-        help="scatter_to_group cuts x, and joins the gradients in backward.",
-    )
 
 
 @check("RowParallelLinear")
 def input_gradient_is_this_ranks_slice(trial: Trial) -> None:
     """The gradient of this rank's slice of x is that slice of the dense layer's gradient."""
     n = trial.num_ranks
-    for name in ("plain", "3-D", "without bias"):
+    for name in ONE_WAY:
         seen = trial.once(LINEAR["RowParallelLinear"])[name]
         own = parts(seen.dense.x, -1, n)
         trial.close(
@@ -184,7 +187,7 @@ def row_sends_one_all_reduce_forward(trial: Trial) -> None:
     for name, seen in trial.once(LINEAR["RowParallelLinear"]).items():
         help = "One all-reduce of the partial products; the weight's shards never travel."
         one_all_reduce(trial, seen, "", seen.dense.output.numel() * 4, help)
-        if name == "other option":
+        if name in OTHER_WAY["RowParallelLinear"]:
             help = "scatter_to_group's backward joins the slices' gradients; copy_to_group's sums whole ones."
             gather_costs(trial, seen, BACKWARD, seen.x.numel() * 4, help)
         else:
