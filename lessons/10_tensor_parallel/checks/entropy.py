@@ -198,7 +198,12 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
         "from its first": shifted.logsumexp(-1)[counted].mean()
         - own_numbers(shifted, targets, n)[counted].mean(),
         "a target that is the word before a rank's first is looked up there too: -1 is the last word": (
-            each.sum() - last_words(shifted, targets, n).sum()
+            each.sum() - last_words(shifted, targets, n, -1).sum()
+        )
+        / counted.sum(),
+        "a target that is the word after a rank's last is looked up there too, as its last: own words are "
+        "< rows, and <= takes in the next rank's first": (
+            each.sum() - last_words(shifted, targets, n, shifted.size(-1) // n).sum()
         )
         / counted.sum(),
     } | (own_largest(seen, n) | by_earlier_counts(each.sum(), targets, seen.before))
@@ -214,11 +219,11 @@ def own_numbers(logits: Tensor, targets: Tensor, n: int) -> Tensor:
     return torch.stack(found).sum(0)
 
 
-def last_words(logits: Tensor, targets: Tensor, n: int) -> Tensor:
-    """What the ranks' last words add for targets that are the word before the ranks' first."""
+def last_words(logits: Tensor, targets: Tensor, n: int, number: int) -> Tensor:
+    """What the ranks' last words add for targets that have this number if a rank's own begin with 0."""
     found, first = torch.zeros(len(targets), dtype=logits.dtype), 0
     for shard in parts(logits, -1, n):
-        found += torch.where((targets == first - 1) & (targets >= 0), shard[:, -1], 0.0)
+        found += torch.where((targets == first + number) & (targets >= 0), shard[:, -1], 0.0)
         first += shard.size(-1)
     return found
 

@@ -35,6 +35,8 @@ def ask_groups(trial: Trial) -> Answers:
     calls: list[tuple] = [(12288, 8, 400e12, 450e9), (8192, 8, 989e12, 450e9, 2), (4096, 2, 312e12, 300e9, 4)]
     for n in (2, 3, 4, 8, 16, 72):
         calls += [draw(trial, n), (*draw(trial, n), 1), (*draw(trial, n), 4)]
+    # weights that do not divide, and so few of them that a rounded share shows
+    calls += [(trial.integer(3, 12), *draw(trial, n)[1:]) for n in (7, 11, 13)]
     return Answers(trial, "tensor_parallel_overhead", calls, truth)
 
 
@@ -62,7 +64,11 @@ def ask_nonsense(trial: Trial) -> Answers:
 
 def slips(width: int, n: int, flops: float, speed: float, element_bytes: int = 2) -> dict[str, float]:
     right = truth(width, n, flops, speed, element_bytes)
+    rounded = 72 * width**2 // n
     return {
+        "a rank's share of the FLOPs is rounded down to a whole number: divide by n with /": (
+            right * 72 * width**2 / n / rounded
+        ),
         "half as much again: forward alone is counted (backward sends as much and computes twice as much) "
         "or the MLP without attention's four matrices": right * 3 / 2,
         "half: attention and MLP have an all-reduce each, in forward and in backward, and a ring sends "

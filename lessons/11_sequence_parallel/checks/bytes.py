@@ -63,73 +63,87 @@ def drawn_cases(trial: Trial, dropout: float) -> list[tuple]:
 
 def compare_cases(trial: Trial, cases: list[tuple], help: str) -> None:
     (answers,) = trial.run(bytes_probe, cases)
-    for (config, b, s, n, scheme), answer in zip(cases, answers, strict=True):
-        config = GPTConfig(**config)
-        expected = expected_bytes(config, b, s, n, scheme)
-        if answer == expected:
-            continue
-        told = (
-            f"b={b}, s={s}, h={config.n_embd}, a={config.n_head}, n={n}, dropout={config.dropout}, {scheme!r}"
-        )
-        got = f"{answer:,}" if isinstance(answer, int | float) else repr(answer)
-        trial.wrong(
-            f"{told}: expected {expected:,} bytes, got {got}",
-            help=help,
-            cause=likely(config, b, s, n, scheme, answer),
-        )
+    asked = [(GPTConfig(**config), *rest) for config, *rest in cases]
+    wrong = [(case, got) for case, got in zip(asked, answers, strict=True) if got != expected_bytes(*case)]
+    if not wrong:
+        return
+    (config, b, s, n, scheme), answer = wrong[0]
+    told = f"b={b}, s={s}, h={config.n_embd}, a={config.n_head}, n={n}, dropout={config.dropout}, {scheme!r}"
+    got = f"{answer:,}" if isinstance(answer, int | float) else repr(answer)
+    trial.wrong(
+        f"{told}: expected {expected_bytes(*wrong[0][0]):,} bytes, got {got}",
+        help=help,
+        cause=next(
+            (cause for cause in likely(*wrong[0]) if all(cause in likely(*each) for each in wrong[1:])), ""
+        ),
+    )
 
 
-def likely(config: GPTConfig, b: int, s: int, n: int, scheme: str, answer: object) -> str:
-    """What the answer would have been right for."""
+def likely(case: tuple[GPTConfig, int, int, int, str], answer: object) -> list[str]:
+    """What the answer would have been right for: all that fits, the likeliest first."""
     if not isinstance(answer, int | float):
-        return ""
-    right = expected_bytes(config, b, s, n, scheme)
+        return []
+    config, b, s, n, scheme = case
+    right, found = expected_bytes(*case), []
     for other in SCHEMES:
         if other != scheme and answer == expected_bytes(config, b, s, n, other):
-            return f"that is what {other!r} keeps"
+            found.append(f"that is what {other!r} keeps")
     if answer == expected_bytes(config, b, s, 1, scheme):
-        return "that is the dense block: nothing is divided by the number of ranks"
+        found.append("that is the dense block: nothing is divided by the number of ranks")
     if answer * config.n_layer and answer == config.n_layer * right:
-        return "that is all blocks: one is asked for"
-    if scheme != "tensor_parallel" and answer - right == 4 * 4 * (b * s - b * s // n):
-        return "the norms' means and deviations are counted for all tokens: a norm has two for each it sees"
-    stream = 4 * b * s * config.n_embd
-    if config.dropout and answer - right == 4 * b * config.n_head * s // n:
-        return "a log-sum-exp is counted: with dropout there is no fused kernel to keep it"
-    if config.dropout and scheme != "tensor_parallel" and answer - right == 2 * (stream - stream // n):
-        return "the two masks are counted for all tokens: a dropout masks the tokens that it sees"
-    tokens = b * s if scheme == "tensor_parallel" else b * s // n
-    norm = 4 * tokens * (config.n_embd + 2)
-    for count, told in ((1, "one norm is missing: a block has two"), (2, "both norms are missing")):
-        if right - answer == count * norm:
-            return f"{told}, each of which keeps its input, a mean and a deviation a token"
-    for size, told in (
-        (4 * 4 * tokens, "the norms' means and deviations are missing: two numbers a token and norm"),
-        (4 * 2 * tokens, "a norm keeps a mean and a deviation for each token: one of them is missing"),
-        (
-            4 * b * s * (config.n_head // n - 1),
-            "the log-sum-exp is one number a token: it is one a token and head of this rank, a/n of them",
-        ),
-        (4 * b * config.n_head * s // n, "the core's log-sum-exp is missing: a number a token and head"),
-        (6 * tokens * config.n_embd, "masks are fp32 on the CPU: 4 bytes an element, not one"),
-        (
-            (6 * tokens * config.n_embd) + 3 * b * config.n_head * s * s // n,
-            "masks are fp32 on the CPU, the core's too: 4 bytes an element, not one",
-        ),
-        (3 * right // 4, "these are numbers, not bytes: one of fp32 has 4"),
-        (
-            4 * b * config.n_head * (s // n - s),
-            "the log-sum-exp of all heads: a rank has it for its own, a/n of them",
-        ),
-    ):
-        if right - answer == size:
-            return told
-    for share, size in (("b·s·h", stream), ("b·s·h/n", stream // n)):
+        found.append("that is all blocks: one is asked for")
+    found += [told for told, size in differences(*case).items() if answer - right == size]
+    whole = 4 * b * s * config.n_embd
+    stream = whole if scheme == "tensor_parallel" else whole // n
+    for share, size in (("the stream", stream), ("b·s·h", whole), ("b·s·h/n", whole // n)):
         count = (answer - right) / size
         if count == int(count) and 0 < abs(count) <= 8:
             tensors = "one tensor" if abs(count) == 1 else f"{abs(int(count))} tensors"
-            return f"{tensors} of {share} too {'many' if count > 0 else 'few'}"
-    return "twice as much: fp32 has 4 bytes" if answer == 2 * right else ""
+            found.append(f"{tensors} of {share} too {'many' if count > 0 else 'few'}")
+    if answer == 2 * right:
+        found.append("twice as much: fp32 has 4 bytes")
+    return found
+
+
+def differences(config: GPTConfig, b: int, s: int, n: int, scheme: str) -> dict[str, int]:
+    """Cause → the bytes that it gives too many, or with a minus too few."""
+    h, a = config.n_embd, config.n_head
+    cut = scheme != "tensor_parallel"
+    tokens = b * s // n if cut else b * s  # of the stream
+    norm, head_numbers, cores = 4 * tokens * (h + 2), 4 * b * a * s // n, 3 * b * a * s * s // n
+    of_each = "each of which keeps its input, a mean and a deviation a token"
+    found = {
+        f"one norm is missing: a block has two, {of_each}": -norm,
+        f"both norms are missing, {of_each}": -2 * norm,
+        "the norms' means and deviations are missing: two numbers a token and norm": -4 * 4 * tokens,
+        "a norm keeps a mean and a deviation for each token: one of them is missing": -4 * 2 * tokens,
+        "masks are fp32 on the CPU: 4 bytes an element, not one": -6 * tokens * h,
+        "masks are fp32 on the CPU, the core's too: 4 bytes an element, not one": -6 * tokens * h - cores,
+        "these are numbers, not bytes: one of fp32 has 4": -3 * expected_bytes(config, b, s, n, scheme) // 4,
+    }
+    if cut:
+        told = "the norms' means and deviations are counted for all tokens: a norm has two for each it sees"
+        found[told] = 4 * 4 * (b * s - tokens)
+    if cut and config.dropout:
+        told = "the two masks are counted for all tokens: a dropout masks the tokens that it sees"
+        found[told] = 2 * 4 * h * (b * s - tokens)
+    if cut and not config.dropout:
+        told = "the log-sum-exp is counted for this rank's tokens: its heads attend for all of them"
+        found[told] = 4 * a // n * (tokens - b * s)
+    if config.dropout:
+        told = "a log-sum-exp is counted: with dropout there is no fused kernel to keep it"
+        found[told] = head_numbers
+    else:
+        found |= {
+            "the log-sum-exp is one number a token: it is one a token and head of this rank, a/n of them": (
+                -4 * b * s * (a // n - 1)
+            ),
+            "the core's log-sum-exp is missing: a number a token and head": -head_numbers,
+            "the log-sum-exp of all heads: a rank has it for its own, a/n of them": (
+                4 * b * a * s - head_numbers
+            ),
+        }
+    return found
 
 
 @check("block_activation_bytes")
