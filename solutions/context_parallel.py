@@ -219,9 +219,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     gradients behind them, home to the rank that they belong to. No rank ever holds all keys, nor any
     tensor as long as the sequence, but for positions. Keys and values may be grouped: of a_kv heads, which
     divide a, each serves a/a_kv heads of q that follow one another. What travels then is a_kv heads, and no
-    copies of them. The output has the dtype of q, and in float64 float64's digits. Inputs and the gradient
-    that comes in stay as they are. A model has many layers: each call keeps what its own backward needs,
-    while its output is there. Any of q, k and v may be frozen: the others get their gradients.
+    copies of them. In forward it has the dtype of k and v. The output has the dtype of q, and in float64
+    float64's digits. Inputs and the gradient that comes in stay as they are. A model has many layers: each
+    call keeps what its own backward needs, while its output is there. Any of q, k and v may be frozen: the
+    others get their gradients.
 
     Source: arXiv:2310.01889.
     """
@@ -419,9 +420,10 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> T
     each token's output back: (b, a, s/n, d) to (b, a, s/n, d). Keys and values may be grouped: of a_kv
     heads, which divide a, each serves a/a_kv heads of q that follow one another. Four all-to-alls or
     fewer carry q, k, v and the output, each once, and k and v with a_kv heads. In backward their
-    gradients travel so, too. No rank ever holds all tokens of all heads. The output has the dtype of q.
-    Scores of a hundred overflow nothing. Inputs and the gradient that comes in stay as they are. A model
-    has many layers: each call keeps what its own backward needs, while its output is there.
+    gradients travel so, too. In forward each has the dtype of the inputs. No rank ever holds all tokens of
+    all heads. The output has the dtype of q. Scores of a hundred overflow nothing. Inputs and the gradient
+    that comes in stay as they are. A model has many layers: each call keeps what its own backward needs,
+    while its output is there.
 
     Source: arXiv:2309.14509, section 3.
 

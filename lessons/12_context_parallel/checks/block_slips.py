@@ -71,6 +71,9 @@ def other_blocks(
     }
     lses = {cause: value[1] for cause, value in both.items()} | {
         "it is the logarithm to base 2": lse / math.log(2),
+        "the largest score, and to it the logarithm to base 2 of the sum that is left": (
+            largest + (lse - largest) / math.log(2)
+        ),
         "it is the largest score, not the log-sum-exp": largest,
         "it is the sum of exponentials, without the logarithm": lse.exp(),
         "the largest score was taken off before exp, and is not added again": lse - largest,

@@ -16,7 +16,7 @@ from lessons_shared.results import overwritten
 from .frozen import NEEDING, gradients_of_some
 from .ring_slips import by_parts
 from .rings import Kind, draw
-from .shared import attention, causal
+from .shared import attention, blocks_on_the_wire, causal
 
 WRITTEN_OVER = (
     "a later call of the same shapes wrote into what this one keeps for its backward, which had gone well "
@@ -60,10 +60,11 @@ def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upst
     attention_of = getattr(rank.submission, name)
     parts = [x.transpose(1, 2) for x in (q, k, v)]
     leaves = [x.clone().requires_grad_() for x in parts]
-    out = attention_of(*leaves, rank.group)
+    with rank.record() as recording:
+        out = attention_of(*leaves, rank.group)
     returned = out.detach().clone() if isinstance(out, Tensor) else None
     found = {"out": returned, "gradients": [None] * 3, "between": [None] * 3, "outlived": False}
-    found["overwritten"] = []
+    found |= {"overwritten": [], "forward": recording}
     if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
         d_out = upstream.transpose(1, 2).to(out.dtype)
         out.backward(d_out)
@@ -152,6 +153,22 @@ def require_dtype(trial: Trial, kind: Kind, seen: SimpleNamespace, exact: Simple
                     "the bytes for other numbers.",
                     rtol=rtol,
                 )
+        travel_as_they_are(trial, run, dtype)
+
+
+def travel_as_they_are(trial: Trial, seen: SimpleNamespace, dtype: torch.dtype) -> None:
+    """No block of the forward is sent in a wider dtype than that of the inputs."""
+    name = str(dtype).removeprefix("torch.")
+    for r, result in enumerate(seen.results):
+        for event in blocks_on_the_wire(result["forward"].select(None, "")):
+            sent = getattr(torch, event.dtype, dtype)
+            trial.require(
+                not sent.is_floating_point or sent.itemsize <= dtype.itemsize,
+                f"the forward sends {event.num_elements} {event.dtype}, and q, k and v are {name}: "
+                f"{sent.itemsize // dtype.itemsize} times the bytes",
+                help="Send what was given, and widen it where it is computed with.",
+                rank=r,
+            )
 
 
 Found = tuple[str, list[Any], list[Tensor]]

@@ -61,11 +61,11 @@ def ask_speeds(trial: Trial) -> Answers:
 
 
 def ask_equal_times(trial: Trial) -> Answers:
-    """The quotient is whole, for speeds of all sizes."""
+    """The quotient is whole, for speeds of all sizes that a float holds."""
     calls = []
     for _ in range(60):
         shared, kv_heads, width = trial.choice([1, 2, 4]), trial.integer(1, 16), trial.choice([2, 4])
-        speed, tokens = 4 * trial.integer(10**8, 10**12), 2 * trial.integer(9, 10**5)
+        speed, tokens = 64 * trial.integer(10**7, 3 * 10**10), 2 * trial.integer(9, 10**5)
         zigzag = trial.choice([False, True])
         flops = 2 * tokens * speed * shared // (width * (2 if zigzag else 1))
         calls.append((shared * kv_heads, kv_heads, flops, speed, width, zigzag))
@@ -113,6 +113,7 @@ def slips(
         else 2 * t,
         "element_bytes is not used: numbers of 2 bytes": t * 2 / element_bytes,
         "the elements are counted, not their bytes": t / element_bytes,
+        "element_bytes // 2 of one byte is 0": t if zigzag else t * (element_bytes // 2 * 2) / element_bytes,
         "bytes_per_second is taken for bits": t * 8,
         "bytes_per_second is turned into bits, and the block stays in bytes": t / 8,
         "the two speeds have changed places": 1 / t * (t * Fraction(speed) / Fraction(flops)) ** 2,

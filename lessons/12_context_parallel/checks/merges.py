@@ -144,6 +144,18 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
 
 
 @check("merge_attention")
+def what_is_merged_stays_as_it_was(trial: Trial) -> None:
+    """The given out and lse are not written to."""
+    seen = trial.once(observe_merges)
+    for name in MERGES:
+        trial.require(
+            seen.results[name]["unchanged"],
+            f"merge_attention changed a tensor that it was given ({name})",
+            help="Make new tensors: backward may need the old ones.",
+        )
+
+
+@check("merge_attention")
 def merged_is_attention_to_both(trial: Trial) -> None:
     """Merged out and lse are those of attention to both blocks at once."""
     require_merge(
@@ -186,18 +198,6 @@ def lse_far_below_zero_do_not_vanish(trial: Trial) -> None:
         "Subtract the larger lse from both before exp, also where it is below 0. Only -inf needs another "
         "number in its place.",
     )
-
-
-@check("merge_attention")
-def what_is_merged_stays_as_it_was(trial: Trial) -> None:
-    """The given out and lse are not written to."""
-    seen = trial.once(observe_merges)
-    for name in MERGES:
-        trial.require(
-            seen.results[name]["unchanged"],
-            f"merge_attention changed a tensor that it was given ({name})",
-            help="Make new tensors: backward may need the old ones.",
-        )
 
 
 @check("merge_attention")
