@@ -113,7 +113,7 @@ def slips(
         else 2 * t,
         "element_bytes is not used: numbers of 2 bytes": t * 2 / element_bytes,
         "the elements are counted, not their bytes": t / element_bytes,
-        "element_bytes // 2 of one byte is 0": t if zigzag else t * (element_bytes // 2 * 2) / element_bytes,
+        "element_bytes // 2 of one byte is 0": t * (element_bytes // 2 * 2) / element_bytes,
         "bytes_per_second is taken for bits": t * 8,
         "bytes_per_second is turned into bits, and the block stays in bytes": t / 8,
         "the two speeds have changed places": 1 / t * (t * Fraction(speed) / Fraction(flops)) ** 2,
