@@ -10,6 +10,7 @@ from torch import nn
 
 from grader.checks import Fault, Trial, check, exercise
 
+from .means import require_waits
 from .models import (
     Mixed,
     build,
@@ -68,6 +69,7 @@ def spread(rank: Any, seed: int, turned: bool = False) -> dict:
         "moved": [name for name, place in places(model).items() if place != before.get(name)],
         "trained": {name: p.requires_grad and p.is_leaf for name, p in now.items()},
         "recording": recording,
+        "device": rank.device.type,
     }
 
 
@@ -244,3 +246,12 @@ def every_tensor_is_sent_once(trial: Trial) -> None:
             "twice.",
             rank=r,
         )
+
+
+@check("broadcast_parameters")
+def every_broadcast_is_over(trial: Trial) -> None:
+    """When the call returns, every broadcast is over: each one that was started was waited for."""
+    results = trial.once(observe_broadcast).results
+    # PyTorch's own dist._broadcast_coalesced waits in C++, where nobody sees it.
+    if any(result["recording"].waits() for result in results):
+        require_waits(trial, results, "a weight may not be rank 0's yet when the call returns")

@@ -17,6 +17,7 @@ from .means import (
     expected_gradients,
     require_bytes,
     require_mean,
+    require_waits,
     sizes_of,
 )
 from .models import (
@@ -275,19 +276,8 @@ def every_gradient_is_sent_once(trial: Trial) -> None:
 @check("all_reduce_gradients")
 def every_all_reduce_is_over(trial: Trial) -> None:
     """When the call returns, every all-reduce is over: each one that was started was waited for."""
-    for r, result in enumerate(trial.once(observe_all_used).results):
-        if result["device"] != "cpu":
-            return  # NCCL's collectives wait for each other, and what computes next waits for the last
-        recording = result["recording"]
-        started, waits = recording.count(), recording.waits()
-        trial.require(
-            waits >= started,
-            "a gradient may not be the mean yet when the call returns",
-            cause=f"it starts {started} communications and waits for {waits} of them: that one is over says "
-            "nothing of those that were started before it",
-            help="Keep every handle that async_op=True returns, and call wait() on each.",
-            rank=r,
-        )
+    results = trial.once(observe_all_used).results
+    require_waits(trial, results, "a gradient may not be the mean yet when the call returns")
 
 
 def average_two(rank: Any, narrow: Tensor, wide: Tensor) -> list[Tensor]:

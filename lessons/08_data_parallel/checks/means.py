@@ -88,8 +88,15 @@ def require_mean(trial: Trial, seen: SimpleNamespace, names: list[str] | None = 
             del found[name]  # no rank used it: there is nothing to average
             continue
         for r, gradient in enumerate(found[name]):
+            came = gradient is None and all_were_reduced(seen, r)
             trial.require(
-                gradient is not None, f"rank {r} has no gradient of {name} (None)", help=help, rank=r
+                gradient is not None,
+                f"{name} has no gradient: its .grad is None",
+                help="parameter.grad = mean, also where no gradient was." if came else help,
+                rank=r,
+                cause="all gradients are reduced, and the mean of one that was None here is not put back"
+                if came
+                else "",
             )
     wrong = {
         name: [r for r, gradient in enumerate(found[name]) if not is_close(gradient, seen.expected[name])]
@@ -123,6 +130,29 @@ def require_mean(trial: Trial, seen: SimpleNamespace, names: list[str] | None = 
         help=help,
         terms=[own[first] for own in seen.own],
     )
+
+
+def all_were_reduced(seen: SimpleNamespace, rank: int) -> bool:
+    """Whether as many bytes went through a rank's reductions as all gradients have."""
+    recording = seen.results[rank].get("recording")
+    size = sum(4 * mean.numel() for name, mean in seen.expected.items() if name != "frozen.weight")
+    return recording is not None and recording.bytes("all_reduce") + recording.bytes("reduce_scatter") >= size
+
+
+def require_waits(trial: Trial, results: list[dict], message: str) -> None:
+    """Every communication that a rank starts it waits for: with gloo alone that is needed, and seen."""
+    for r, result in enumerate(results):
+        if result["device"] != "cpu":
+            return  # NCCL's collectives wait for each other, and what computes next waits for the last
+        started, waits = result["recording"].count(), result["recording"].waits()
+        trial.require(
+            waits >= started,
+            message,
+            cause=f"it starts {started} communications and waits for {waits} of them: that one is over says "
+            "nothing of those that were started before it",
+            help="Keep every handle that async_op=True returns, and call wait() on each.",
+            rank=r,
+        )
 
 
 def _fits(actual: list[Tensor], value: Tensor | list[Tensor], ranks: list[int]) -> bool:

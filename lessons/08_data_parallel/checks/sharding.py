@@ -100,8 +100,10 @@ def run_cut(trial: Trial, batches: list[Tensor]) -> list[dict]:
             raise
         b, n = len(batches[0]), trial.num_ranks
         end.message = f"with b = {b} on n = {n} ranks: {end.message}"
-        if -(-b // -(-b // n)) < n:
+        if b and -(-b // -(-b // n)) < n:
             end.help = f"Make {n} shares of any b: torch.chunk may make fewer, torch.tensor_split makes {n}."
+        if not b:
+            end.help = "A batch without rows has shares without rows: a slice of it is one, and x[0] is none."
         raise
 
 

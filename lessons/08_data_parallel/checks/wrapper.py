@@ -5,16 +5,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from grader.checks import CheckEnded, Trial, check, exercise, is_close
 
-from .means import NOTHING_AVERAGED, require_mean
+from .means import BOTH, NOTHING_AVERAGED, draw_passes, expected_gradients, require_mean, sizes_of
 from .models import (
+    Mixed,
     build,
     by_rank,
     gradients,
     seeds,
     tiny_gpt,
+    turn,
     weights,
 )
 
@@ -220,6 +223,31 @@ def weights_change_in_the_optimizer_only(trial: Trial) -> None:
             rank=r,
             help="Keep the module as an attribute (self.module = module), and do not copy it.",
         )
+
+
+def turned_step(rank: Any, seed: int, tokens: Tensor, targets: Tensor, order: tuple[str, ...]) -> dict:
+    """One pass of the awkward model, two weights of which lie in memory transposed."""
+    model = build(Mixed, seed).to(rank.device)
+    turn(model)
+    wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=1)
+    F.cross_entropy(wrapped(tokens, order), targets).backward()
+    wrapped.finish_gradient_synchronization()
+    return {"gradients": gradients(model)}
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def memory_may_have_another_order(trial: Trial) -> None:
+    """Where weights, and so their gradients, lie in memory transposed, the mean is that by element."""
+    seed, passes = trial.seed(), draw_passes(trial, [BOTH])
+    results = trial.run(turned_step, seed, per_rank=passes[0])
+    expected, own = expected_gradients(seed, passes)
+    seen = SimpleNamespace(results=results, expected=expected, own=own, sizes=sizes_of(passes))
+    require_mean(
+        trial,
+        seen,
+        help="A gradient lies in memory as its weight does: flatten() and reshape(-1) go by rows, whatever "
+        "the order, and as_strided() by memory.",
+    )
 
 
 NOTHING_TO_FINISH = (
