@@ -28,7 +28,7 @@ def plan(
 
 
 def ask_plans(trial: Trial) -> Answers:
-    """Runs of every size. The states of one fill its GPUs to the last byte; another needs a part of one."""
+    """Runs of every size. The states of one fill its GPUs to the last byte; one needs more than there are."""
     calls = [
         (
             trial.integer(10**9, 4 * 10**11),
@@ -41,6 +41,7 @@ def ask_plans(trial: Trial) -> Answers:
         for _ in range(6)
     ]
     calls += [(5 * 10**9 * trial.integer(2, 9), 10**12, 256, 312e12, 0.43, 80e9)]
+    calls += [(10**9 * trial.integer(70, 180), 10**12, trial.integer(2, 8), 312e12, 0.43, 80e9)]
     return Answers(trial, "training_plan", [*calls, (124_337_664, 3 * 10**11, 8, 312e12, 0.3, 40e9)], plan)
 
 
@@ -80,6 +81,7 @@ def plan_slips(
             "18 bytes a parameter: here it is 16": ceil(states * 18 / 16),
             "4 bytes a parameter: here it is 16": ceil(states / 4),
             "num_gpus is how many there are: fewest_gpus is how many the states need": gpus,
+            "no more than num_gpus: the states may need more GPUs than there are": min(gpus, right[key]),
         },
     }
     return slips[key]
