@@ -208,3 +208,26 @@ def test_two_slips_are_told_where_each_gives_some_answers() -> None:
     with pytest.raises(CheckEnded) as end:
         compare_answers(FakeTrial(None), once, slips=slips)
     assert "for others" not in end.value.cause
+
+
+def test_two_slips_are_not_told_of_answers_that_are_only_near() -> None:
+    """Two of many slips would give nearly anything."""
+
+    def slips(x: int) -> dict[str, float]:
+        return {"it is doubled": 2 * x, "it is cubed": x**3}
+
+    calls = ((30,), (50,), (80,), (90,))
+    near = answers(lambda x: 1.005 * (2 * x if x < 60 else x**3), *calls)
+    with pytest.raises(CheckEnded) as end:
+        compare_answers(FakeTrial(None), near, slips=slips, tolerance=0.01)
+    assert end.value.cause == ""
+
+
+def test_whole_numbers_of_a_float32_are_told() -> None:
+    calls = ((3,), (70_001,), (654_321,))
+    rounded = answers(lambda x: int(torch.tensor(float(x)) * x), *calls)
+    one_more = answers(lambda x: x * x + (x > 3), *calls)
+    for given, told in ((rounded, "a float32's"), (one_more, "")):
+        with pytest.raises(CheckEnded) as end:
+            compare_answers(FakeTrial(None), given)
+        assert told in end.value.cause and bool(told) == bool(end.value.cause)

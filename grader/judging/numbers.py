@@ -12,6 +12,7 @@ from importlib import import_module
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grader.judging.formulas import Off, off_by_a_term, tell_where
@@ -145,7 +146,8 @@ def named_cause(
     One that gives them exactly comes before those that give them within the tolerance.
     """
     how = answers, asked, key, slips, alterations or {}
-    return _known_slip(*how, min(tolerance, EXACTLY)) or _known_slip(*how, tolerance)
+    exactly = _known_slip(*how, min(tolerance, EXACTLY))
+    return exactly or _known_slip(*how, tolerance) or _in_float32(asked, tolerance)
 
 
 def _known_slip(
@@ -174,7 +176,7 @@ def _known_slip(
     for text in texts:
         if gives(numbers.get(text) for numbers in known):
             return text
-    if told := _two_slips(known, texts, asked, tolerance):
+    if tolerance <= EXACTLY and (told := _two_slips(known, texts, asked, tolerance)):
         return told
     where = tell_where(answers.truth, _off(asked))
     for text in texts if where else ():
@@ -203,7 +205,10 @@ def _by_formula(answers: Answers, asked: Sequence[Answer], tolerance: float) -> 
 def _two_slips(
     known: Sequence[Mapping[str, float]], texts: Sequence[str], asked: Sequence[Answer], tolerance: float
 ) -> str:
-    """Two slips of which each gives some of the wrong answers, at least two, and together they give all."""
+    """Two slips of which each gives some of the wrong answers, at least two, and together they give all.
+
+    To be called with exact answers: of what is near, two of many slips give nearly anything.
+    """
     given = {}
     for text in texts:
         slip = [numbers.get(text) for numbers in known]
@@ -246,6 +251,24 @@ def _factor(asked: Sequence[Answer], tolerance: float) -> str:
     if factor.denominator == 1:
         return f"always exactly {int(factor):,} times what it should be"
     return f"always exactly {factor} of what it should be"
+
+
+def _in_float32(asked: Sequence[Answer], tolerance: float) -> str:
+    """Whole numbers with a float32's digits: one of this size has them by chance once in 512 times."""
+    wrong = [(whole(answer.given), answer.true) for answer in asked if not answer.right]
+    if tolerance or max((true for _, true in wrong), default=0) < 2**32:
+        return ""
+    if not all(
+        given is not None
+        and abs(given - true) <= true / 2**22
+        and torch.tensor(float(given), dtype=torch.float32).item() == given
+        for given, true in wrong
+    ):
+        return ""
+    return (
+        "right to 7 digits, which are a float32's: it has no room for each whole number above 2^24. Count in "
+        "Python's int"
+    )
 
 
 def _term(answers: Answers, asked: Sequence[Answer], tolerance: float) -> str:

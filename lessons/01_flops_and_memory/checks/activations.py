@@ -27,7 +27,7 @@ exercise(
 def measure(trial: Trial) -> Answers:
     """Both families, and one batch with every dropout: a number above 0 is dropout, however small."""
     calls = [*draw_wide_family(trial, 0.0), *draw_wide_family(trial, trial.choice([0.05, 0.1, 0.5]))]
-    calls += [alter(*calls[0], dropout=p) for p in (0.05, 0.1, 0.5, 0.0)]
+    calls += [alter(*calls[0], dropout=p) for p in (0.001, 0.1, 0.5, 0.0)]
     return Answers(trial, "activation_bytes", calls, saved_bytes)
 
 
@@ -190,6 +190,7 @@ def with_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
     stream, scores = 4 * tokens * c.n_embd, layers * 4 * b * c.n_head * s * s
     width, masks = layers * stream, (2 * layers + 1) * stream
     plain = "with dropout the core is not fused, and keeps three (b, a, s, s) tensors"
+    all_masks = "a mask has a number for every element, also for those that dropout makes zero"
     bits = (2 * layers + 1) * (stream // 32) + layers * (scores // layers // 32)
     fused = 4 * layers * tokens * c.n_head - 3 * scores
     return [
@@ -205,6 +206,12 @@ def with_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
             "masks",
             "the core's mask is fp32 on the CPU, as the others are: 4 bytes a number, not one",
             -3 * scores // 4,
+        ),
+        ("masks", f"{all_masks}: here it has 1 - dropout of them", -c.dropout * (masks + scores)),
+        (
+            "masks",
+            f"{all_masks}: here those of (b, s, h) have 1 - dropout of them",
+            -c.dropout * masks,
         ),
         (
             "masks",

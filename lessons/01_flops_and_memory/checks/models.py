@@ -185,9 +185,9 @@ def alter(config: GPTConfig, *rest: Any, **changes: Any) -> tuple:
     return replace(config, **sizes), *batch.values(), *rest[2:]
 
 
-def small_dropout_is_none(config: GPTConfig, *rest: Any) -> tuple:
+def small_dropout_is_none(config: GPTConfig, *rest: Any, small: float) -> tuple:
     """The arguments of a call with no dropout in place of a small one."""
-    return alter(config, *rest, dropout=0.0 if config.dropout <= 0.1 else config.dropout)
+    return alter(config, *rest, dropout=0.0 if config.dropout <= small else config.dropout)
 
 
 ALTERATIONS = {
@@ -195,7 +195,12 @@ ALTERATIONS = {
     "it is right for a model without biases: here config.bias is True": partial(alter, bias=False),
     "it is right for a model with biases: here config.bias is False": partial(alter, bias=True),
     "it is right for dropout=0: with dropout, other tensors are kept": partial(alter, dropout=0.0),
-    "a small dropout counts as none here: any number above 0 keeps masks": small_dropout_is_none,
+    "a small dropout counts as none here: any number above 0 keeps masks": partial(
+        small_dropout_is_none, small=0.1
+    ),
+    "a dropout of 0.01 counts as none here: any number above 0 keeps masks": partial(
+        small_dropout_is_none, small=0.01
+    ),
     "it is right for dropout > 0: without it, other tensors are kept": partial(alter, dropout=0.5),
     "it is right for a batch of one sequence: multiply by batch_size": partial(alter, batch_size=1),
     "it is right for sequences of block_size: these are shorter": partial(alter, sequence_length=0),
