@@ -29,7 +29,7 @@ from grader.judging.numbers import (
 )
 from grader.judging.trial import Trial, check, exercise
 from grader.judging.verdicts import CheckEnded, Verdict
-from grader.judging.wording import of_ranks
+from grader.judging.wording import apart, of_ranks
 from grader.ranks.recording import COLLECTIVES, Event, Recording
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Slips",
     "Trial",
     "Verdict",
+    "apart",
     "backward",
     "check",
     "compare_answers",

@@ -176,7 +176,8 @@ def collective_time(
 ) -> float:
     """Seconds that a collective takes, from its steps and from the bytes that a rank receives in each.
 
-    A step of m bytes takes `latency` + m / `bandwidth` + m · `seconds_per_byte`.
+    A step of m bytes takes `latency` + m / `bandwidth` + m · `seconds_per_byte`. The answer is exact to a
+    millionth.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 3, where these are alpha, 1/beta and gamma.
 
@@ -189,7 +190,7 @@ def collective_time(
         latency: seconds of a step that do not depend on its bytes.
         bandwidth: bytes a second that a rank can send, while it receives as many.
         seconds_per_byte: what a received byte costs on its way to its place: the reductions add it to
-            what is there, and all kinds copy it.
+            what is there, and all kinds copy it, a broadcast too.
 
     Raises:
         ValueError: another kind.

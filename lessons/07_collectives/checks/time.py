@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from grader.checks import Answers, Trial, check, exercise, explain_answers, require_refusal, show
+from grader.checks import Answers, Trial, apart, check, exercise, explain_answers, require_refusal, show
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
@@ -20,6 +20,9 @@ exercise(
         "(n - 1).bit_length() is ceil(log2 n), exactly, and 0 for n = 1.",
     ),
 )
+
+NEAR = 1e-6
+"""How far off an answer may be."""
 
 Slips = Callable[..., dict[str, float]]
 Call = tuple[str, int, int, float, float]
@@ -84,6 +87,9 @@ def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> d
         * rounds
         * (latency + wire),
         "the bytes are counted twice, the steps once": (n - 1) * latency + 2 * (n - 1) / n * wire,
+        "S / n is rounded up to a whole number of bytes": seconds(
+            kind, math.ceil(size / n) * n, n, latency, bandwidth
+        ),
         "the steps of a tree: a ring has n - 1": rounds * (steps * latency + (n - 1) / n * wire),
     }
 
@@ -98,6 +104,8 @@ def slips_per_byte(
     known = {
         "only the reductions pay seconds_per_byte: the others copy what they receive": without
         + (received if added else 0.0),
+        "a broadcast pays nothing here: it copies what it receives, as the other kinds do": without
+        + (received if kind != "broadcast" else 0.0),
         "half of an all-reduce is free: its all-gather copies what it receives": without
         + (received / 2 if kind == "all_reduce" else received),
         "bytes are divided by seconds_per_byte, and it is a price: seconds for each byte": without
@@ -130,7 +138,7 @@ def observe_times(trial: Trial) -> Answers:
         sizes = [1, 2, 3, 4, 8, trial.integer(5, 7), trial.integer(9, 1000), 1024]
         calls += [draw(trial, kind, n) for n in sizes]
         one = draw(trial, kind, 6)
-        calls += [(kind, one[1], 6, 0.0, one[4]), (kind, 8, 6, 1e-3, one[4]), (kind, 0, 6, *one[3:])]
+        calls += [(kind, one[1], 6, 0.0, one[4]), (kind, 8, 6, 0.0, one[4]), (kind, 0, 6, *one[3:])]
     return Answers(trial, "collective_time", calls, seconds)
 
 
@@ -165,8 +173,8 @@ def observe_wrong_kinds(trial: Trial) -> Answers:
 def require_times(
     trial: Trial, answers: Answers, where: Callable[..., bool], help: str, known: Slips = slips
 ) -> None:
-    """The selected answers are right to nine digits."""
-    asked = answers.select("", where, 1e-9)
+    """The selected answers are right to a millionth."""
+    asked = answers.select("", where, NEAR)
     wrong = [answer for answer in asked if not answer.right]
     if wrong:
         first = wrong[0]
@@ -174,7 +182,7 @@ def require_times(
             f"{answers.asked(first.call)} is {_apart(first.given, first.true)} is right. "
             f"Wrong for {len(wrong)} of {len(asked)} calls.",
             asked=help,
-            cause=explain_answers(answers, asked, slips=known, tolerance=1e-9),
+            cause=explain_answers(answers, asked, slips=known, tolerance=NEAR),
         )
 
 
@@ -258,10 +266,11 @@ def nccls_bus_bandwidth_comes_out(trial: Trial) -> None:
         factor = (2 if kind == "all_reduce" else 1) * (n - 1) / n
         is_number = isinstance(given, int | float) and not isinstance(given, bool) and given > 0
         bus = size / given * factor if is_number else math.nan
+        came, put_in = apart(bus / 1e9, bandwidth / 1e9)
         trial.require(
-            math.isclose(bus, bandwidth, rel_tol=1e-9),
+            math.isclose(bus, bandwidth, rel_tol=NEAR),
             f"{answers.asked(call)} is {show(given)}: by the factor of nccl-tests, {factor:g}, that is a bus "
-            f"bandwidth of {bus / 1e9:.4g} GB/s, not {bandwidth / 1e9:g}",
+            f"bandwidth of {came} GB/s, not {put_in}",
             help="Without latency, (n-1)/n · S bytes leave a rank, twice that in an all-reduce.",
         )
 
