@@ -106,12 +106,15 @@ def require_lists(trial: Trial, case: Exchange, answers: list[dict[str, Any]]) -
                 help="Its own entry is its own tensor." if s == r else "What comes from rank s is entry s.",
                 rank=r,
             )
-            trial.require(
-                entry.dtype == true.dtype,
-                f"given {case}, its entry of rank {s} is {str(entry.dtype).removeprefix('torch.')}",
-                help="Make new tensors with new_empty or empty_like: they keep dtype and device.",
-                rank=r,
-            )
+            if entry.dtype != true.dtype:
+                trial.wrong(
+                    f"given {case}, its entry of rank {s} is {str(entry.dtype).removeprefix('torch.')}",
+                    cause="an empty tensor has a dtype, too, that of all the others"
+                    if right_beside_full_ones(case, answers)
+                    else "",
+                    help="Make new tensors with new_empty or empty_like: they keep dtype and device.",
+                    rank=r,
+                )
             trial.require(
                 entry.shape == true.shape,
                 f"given {case}, its entry of rank {s} has the shape {tuple(entry.shape)}, and what rank {s} "
@@ -119,6 +122,14 @@ def require_lists(trial: Trial, case: Exchange, answers: list[dict[str, Any]]) -
                 help="shapes[s] is the shape of what comes from rank s; without shapes, that of tensors[s].",
                 rank=r,
             )
+
+
+def right_beside_full_ones(case: Exchange, answers: list[dict[str, Any]]) -> bool:
+    """Whether the dtype is right where nothing that goes or comes is empty."""
+    dtype, n, rows = case.rows[0][0].dtype, len(case.rows), case.rows
+    full = [(r, s) for r in range(n) for s in range(n) if rows[r][s].numel() and rows[s][r].numel()]
+    as_many = all(len(answer["entries"]) == n for answer in answers)
+    return as_many and all(getattr(answers[r]["entries"][s], "dtype", None) == dtype for r, s in full)
 
 
 def require_exchanged(trial: Trial, seen: SimpleNamespace, help: str, of: torch.dtype | None = None) -> None:

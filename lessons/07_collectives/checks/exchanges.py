@@ -83,11 +83,15 @@ def observe_uneven(trial: Trial) -> SimpleNamespace:
             exchange(trial, lambda s, r: (0, 3), about="all parts empty"),
             exchange(trial, lambda s, r: (), about="parts of no dimension"),
             exchange(trial, lambda s, r: (base + 7 * s + 13 * r,), **many),
-            exchange(trial, lambda s, r: (2 + s, 30 + r), **many),
+            exchange(trial, lambda s, r: (2 + s, 30 + r), torch.int32, **many),
             exchange(trial, lambda s, r: () if s == silent else (2 + r,), about=NO_DIMENSION, told=True),
             exchange(trial, lambda s, r: (40 * ((s + 2 * r) % 3),), about="some parts empty", told=True),
             exchange(
-                trial, lambda s, r: (0 if s == silent else 60,), about="one rank has nothing", told=True
+                trial,
+                lambda s, r: (0 if s == silent else 60,),
+                torch.int32,
+                about="one rank has nothing",
+                told=True,
             ),
         ],
     )
