@@ -191,7 +191,11 @@ def any_dtype_is_reduced(trial: Trial) -> None:
 def tensors_need_not_be_contiguous(trial: Trial) -> None:
     """A tensor that does not lie in one piece of memory is summed as well."""
     seen = trial.once(observe_layouts)
-    require_shards(trial, seen, "flatten() and reshape() copy where view() fails.")
+    require_shards(
+        trial,
+        seen,
+        "flatten() and reshape() give the elements in the order of their indices, wherever they lie.",
+    )
     require_untouched(trial, seen, partial_sums)
 
 

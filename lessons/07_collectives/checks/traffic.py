@@ -151,10 +151,8 @@ def _why(
     large = [event for event in messages if event.num_bytes > SMALL]
     if not by_rank[r]:
         return "it sends nothing: others do its work?", ""
-    wider = [event for event in large if event.dtype and _width(event) > size]
-    if wider:
-        own = "Send and receive in the tensor's own dtype."
-        return f"what travels is {wider[0].dtype}, and the tensor is {case}", own
+    if wider := wider_events(large, size):
+        return f"what travels is {wider[0].dtype}, and the tensor is {case}", OWN_DTYPE
     if large and by_rank[r] > most and all(event.num_bytes >= whole for event in large):
         return f"it passes whole tensors round, {len(large)} of them, not chunks", ""
     busiest = max(range(len(by_rank)), key=by_rank.__getitem__)
@@ -163,5 +161,9 @@ def _why(
     return "", ""
 
 
-def _width(event: Event) -> int:
-    return event.num_bytes // max(event.num_elements, 1)
+OWN_DTYPE = "Send and receive in the tensor's own dtype."
+
+
+def wider_events(of: Sequence[Event], size: int) -> list[Event]:
+    """Those whose numbers have more bytes than so many."""
+    return [event for event in of if event.dtype and event.num_bytes // max(event.num_elements, 1) > size]

@@ -11,7 +11,16 @@ from torch import Tensor
 from grader.checks import COLLECTIVES, Event, Fault, Recording, Trial, check, exercise, is_close
 
 from .cases import Case, draw, dtypes, lay_out, layouts, require_between, require_in_place, sizes
-from .traffic import NO_FILLING, SMALL, TOO_MUCH_FILLING, events, require_waits, rounded_up
+from .traffic import (
+    NO_FILLING,
+    OWN_DTYPE,
+    SMALL,
+    TOO_MUCH_FILLING,
+    events,
+    require_waits,
+    rounded_up,
+    wider_events,
+)
 
 exercise(
     "two_level_all_reduce",
@@ -338,7 +347,9 @@ def require_bytes(
     home = sum(sent_bytes(event) for event in within)
     calls = [event.describe() for event in beyond if event.kind in COLLECTIVES]
     cause = step = ""
-    if n > 1 and sent > allowed and 2 * m * home <= 2.2 * (n - 1) * case.num_bytes / n * 2:
+    if wide := too_wide(case, beyond, allowed + SMALL * n * m):
+        cause, step = wide
+    elif n > 1 and sent > allowed and 2 * m * home <= 2.2 * (n - 1) * case.num_bytes / n * 2:
         cause = "inner and outer are swapped: the small part travels inside"
     elif m > 2 and abs(sent - (m - 1) * -(-case.num_elements // n) * size) <= SMALL * m:
         gather = f"{calls[0]}: " if calls else ""
@@ -359,14 +370,28 @@ def require_bytes(
         rank=r,
     )
     allowed = 2 * (n - 1) * m * slice_bytes
+    whole = "a whole all-reduce inside, and something more" if home >= 1.4 * allowed else ""
+    cause, step = too_wide(case, within, allowed + SMALL * n * m) or (whole, "")
     trial.require(
         home <= allowed + SMALL * n * m,
         f"given {case} ({told(each.machines)}) it sends {home:,.0f} bytes inside its machine, where "
         f"2(n-1)/n of S = {case.num_bytes:,} is {allowed:,}{rounded_up(case, n * m)}",
-        cause="a whole all-reduce inside, and something more" if home >= 1.4 * allowed else "",
-        help="Inside there is one reduce-scatter and one all-gather.",
+        cause=cause,
+        help=step or "Inside there is one reduce-scatter and one all-gather.",
         rank=r,
     )
+
+
+def too_wide(case: Case, done: Sequence[Event], most: float) -> tuple[str, str] | None:
+    """The dtype that travels, and the next step, if in the tensor's own there would be so few bytes."""
+    size = case.values[0].element_size()
+    wider = wider_events(done, size)
+    in_its_own = sum(
+        sent_bytes(event) * size * event.num_elements / max(event.num_bytes, 1) for event in done
+    )
+    if not wider or in_its_own > most:
+        return None
+    return f"what travels is {wider[0].dtype}, and the tensor is {case}", OWN_DTYPE
 
 
 def across_machines(each: SimpleNamespace, i: int, r: int) -> list[Event]:
