@@ -29,6 +29,7 @@ exercise(
 )
 PAUSE = 0.015  # seconds that a slow layer takes
 PATIENCE = 1.5  # seconds until a rank counts as waiting
+ALONE = "One rank sends nothing: return what its layer makes of each input, each in memory of its own."
 
 
 def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) -> dict[str, Any]:
@@ -127,6 +128,7 @@ def require_outputs(trial: Trial, seen: SimpleNamespace, help: str) -> None:
         help="One output for each input, in their order.",
         rank=last,
     )
+    help = help if last else ALONE
     places = [_place(x, expected) for x in outputs]
     moved = [i for i, place in enumerate(places) if place not in (i, None)]
     once = len(outputs) > 1 and seen.results[last]["num_tensors"] == 1
@@ -154,7 +156,12 @@ def other_layers(seen: SimpleNamespace, number: int) -> dict[str, Tensor]:
     lines["every rank's layer was applied twice"] = [r for r in range(last + 1) for _ in range(2)]
     nothing = torch.full_like(seen.expected[number], float("nan"))
     found = {"NaN is what the inputs of all ranks but rank 0 hold here: was one of them used?": nothing}
-    for told, line in lines.items() if last > 0 else ():
+    if last == 0:
+        lines = {
+            "the input: the one rank's layer belongs in between": [],
+            "the layer was applied twice": [0, 0],
+        }
+    for told, line in lines.items() if last >= 0 else ():
         x = seen.inputs[number].double()
         for r in line:
             x = torch.tanh(x @ weights[r].double())
@@ -423,4 +430,46 @@ def no_rank_waits_for_its_receiver(trial: Trial) -> None:
         cause="it waits for its receiver: dist.send, or wait() before the next output is there",
         help="isend the output, compute the next one, and wait() just before the buffer is written again.",
         rank=r - 1,
+    )
+
+
+def wait_for_the_next(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
+    """Rank 0 goes on with micro-batch i + 2 only when rank 1 has begun i, or after a while."""
+    heard: list[bool] = []
+    begun = 0
+
+    def layer(x: Tensor) -> Tensor:
+        nonlocal begun
+        recording.mark(f"{begun}")
+        rank.tell(f"rank {rank.rank} begins {begun}")
+        if rank.rank == 0 and begun > 1 and all(heard):
+            heard.append(rank.hears([f"rank 1 begins {begun - 2}"], PATIENCE))
+        begun += 1
+        return -x
+
+    with rank.record() as recording:
+        rank.submission.relay_microbatches(layer, inputs, rank.group)
+        recording.mark("end")
+    return {"heard": heard, "recording": recording}
+
+
+@check("relay_microbatches", world_sizes=(2,), subgroup=False)
+def what_has_arrived_is_computed(trial: Trial) -> None:
+    """A rank computes what has arrived before it waits for the next: all ranks work at the same time."""
+    inputs = [trial.normal(3, 3) for _ in range(4)]
+    for _ in range(3):  # a machine that is busy elsewhere gets three chances
+        first, second = trial.run(wait_for_the_next, inputs)
+        if all(first["heard"]):
+            return
+    number = len(first["heard"]) - 1
+    early = [e for e in second["recording"].events if e.kind == "recv" and not e.after]
+    trial.require(
+        sent_by(first["recording"], number) < (number + 1) * inputs[0].nbytes,
+        f"it has been sent micro-batch {number}, and does not begin it: rank 0 waits for that in vain, in "
+        f"micro-batch {number + 2}",
+        cause="it receives every micro-batch before it computes the first"
+        if len(early) == len(inputs)
+        else "",
+        help="Receive one, compute it and send it on; then receive the next.",
+        rank=1,
     )
