@@ -5,8 +5,8 @@ The checks of each exercise are in a file of their own. They run in the order in
 
 # isort: off
 from . import checkpoint  # noqa: F401
-from . import keeping  # noqa: F401
 from . import inputs  # noqa: F401
+from . import keeping  # noqa: F401
 from . import circumstances  # noqa: F401
 from . import blocks  # noqa: F401
 from . import segments  # noqa: F401

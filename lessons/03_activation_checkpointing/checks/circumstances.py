@@ -69,7 +69,7 @@ def works_inside_autocast(trial: Trial) -> None:
 
 
 class Masked(nn.Module):
-    """Dropouts from two generators of their own."""
+    """A dropout of torch's own random numbers, and those of two generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,16 +78,34 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(describe_call(x))
+        x = nn.functional.dropout(x, 0.3)
         for generator in self.generators:
             x = x * torch.empty_like(x).bernoulli_(0.5, generator=generator)
         return (x * self.weight).sin()
 
 
-def own_generators(rank: Any, how: str, seed: int, as_iterator: bool, x: Tensor) -> dict:
-    """A checkpoint that is told of two generators, from which others draw before backward.
+NEXT_ONES = {
+    "the second call drew those generators' next numbers": (False, True),
+    "the second call drew torch's next numbers, where generators are given": (True, False),
+    "the second call drew the next numbers of torch and of those generators": (True, True),
+}
+"""What it looks like → whether the second call draws torch's next numbers, and the generators'."""
 
-    "peek" are the numbers that follow the function's, "others" the gradients of one more, plain call after
-    all that, which draws the generators' next numbers.
+
+def torchs_own(device: torch.device) -> torch.Generator:
+    return (
+        torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    )
+
+
+def states(generators: list[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def own_generators(rank: Any, how: str, seed: int, as_iterator: bool, x: Tensor) -> dict:
+    """A checkpoint that is told of two generators; from them and from torch's others draw before backward.
+
+    "peek" are the numbers that follow the function's, "others" the gradients of known slips.
     """
     checkpoint = checkpoint_of(rank, how)
     if how == "mine" and "generators" not in inspect.signature(checkpoint).parameters:
@@ -95,26 +113,34 @@ def own_generators(rank: Any, how: str, seed: int, as_iterator: bool, x: Tensor)
     module = build(Masked, seed, rank.device)
     module.generators = generators = [torch.Generator(rank.device).manual_seed(seed + i) for i in range(2)]
     told = {} if how == "plain" else {"generators": iter(generators) if as_iterator else generators}
+    streams = [torchs_own(rank.device), *generators]
+    before = states(streams)
     y = checkpoint(module, x.requires_grad_(), **told)
-    peek = [next_numbers(generator) for generator in generators]
-    for generator in generators:
-        torch.rand(3, device=rank.device, generator=generator)
+    found = {"peek": [next_numbers(stream) for stream in streams]}
+    for stream in streams:
+        torch.rand(3, device=rank.device, generator=stream)
+    late = states(streams)
     y.sum().backward()
-    found = {"x": x.grad.clone(), "weight": module.weight.grad.clone(), "peek": peek}
-    found["after"] = [next_numbers(generator) for generator in generators]
-    module.zero_grad()
-    x.grad = None
-    module(x).sum().backward()
-    return {**found, "others": {"x": x.grad, "weight": module.weight.grad}}
+    found |= {"x": x.grad.clone(), "weight": module.weight.grad.clone()}
+    found["after"] = [next_numbers(stream) for stream in streams]
+    others = {}
+    for cause, (of_torch, of_generators) in NEXT_ONES.items():
+        module.zero_grad()
+        x.grad = None
+        for i, stream in enumerate(streams):
+            stream.set_state((late if (of_generators if i else of_torch) else before)[i])
+        module(x).sum().backward()
+        others[cause] = {"x": x.grad.clone(), "weight": module.weight.grad.clone()}
+    return {**found, "others": others}
 
 
 @check("checkpoint")
 def given_generators_repeat(trial: Trial) -> None:
-    """Generators that it is told of repeat their numbers too, and go on afterwards as without."""
+    """Generators that it is told of repeat their numbers as torch's own does, and all go on as without."""
     x, seed, seeds = trial.normal(9, 8), trial.seed(), [trial.seed()]
     help = (
         "generator.get_state() and generator.set_state(state) do for it what get_rng_state does for torch's: "
-        "remember the states before the first call, and around the second one set them, and set them back."
+        "remember all states before the first call, and around the second one set them, and set them back."
     )
     for given, as_iterator in (("a list", False), ("an iterator", True)):
         mine, plain = (
@@ -128,14 +154,15 @@ def given_generators_repeat(trial: Trial) -> None:
                 f"the gradient of {name}, {where}",
                 mine[name],
                 plain[name],
-                alternatives={"the second call drew those generators' next numbers": plain["others"][name]},
+                alternatives={cause: gradients[name] for cause, gradients in plain["others"].items()},
                 help=f"{help} An iterator is used up after one pass: make a list of it."
                 if as_iterator
                 else help,
             )
         for i, expected in enumerate(plain["after"]):
+            generator = f"generator {i - 1}" if i else "torch's own generator"
             trial.close(
-                f"what generator {i} draws after backward",
+                f"what {generator} draws after backward",
                 mine["after"][i],
                 expected,
                 alternatives={"it stands where the second call left it": plain["peek"][i]},

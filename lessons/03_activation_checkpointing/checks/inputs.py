@@ -128,26 +128,30 @@ class Mixed(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         self.seen.append([type(each).__name__ for each in inputs])
-        x, power, nothing, word, rows, fixed, z, mask, options, same = inputs
+        x, power, nothing, word, rows, fixed, z, row, mask, options, same = inputs
         x = x[rows].tanh() ** power * self.weight + fixed
         if word == "double" and nothing is None and options["shift"]:
             x = 2 * x + options["shift"][0]
-        return torch.where(mask, x, z) * same.mean()
+        return torch.where(mask, x, z) * row * same.mean()
+
+
+ONE_ROW = "an input of one dimension"
 
 
 def all_kinds(rank: Any, how: str, seed: int, tensors: dict[str, Tensor]) -> dict:
     """A checkpoint of numbers, words, None, tensors of all dtypes, and the same tensor twice."""
     module = build(Mixed, seed, rank.device)
-    a, z, fixed = tensors["x"].requires_grad_(), tensors["z"].requires_grad_(), tensors["fixed"]
+    a, z, row = (tensors[name].requires_grad_() for name in ("x", "z", "row"))
+    fixed, mask = tensors["fixed"], tensors["mask"]
     other = a.detach().clone().requires_grad_()  # to tell what each of the two places passes back
     x, same = a * 1.5, (other if how == "plain" else a) * 1.5
-    inputs = (x, 2, None, "double", tensors["rows"], fixed, z, tensors["mask"], {"shift": [0.5]}, same)
+    inputs = (x, 2, None, "double", tensors["rows"], fixed, z, row, mask, {"shift": [0.5]}, same)
     if how != "plain":
         inputs = (*inputs[:-1], x)
     y = checkpoint_of(rank, how)(module, *inputs)
     y.backward(tensors["upstream"])
-    gradient = {"x": a.grad, "z": z.grad, "the weight": module.weight.grad, "a tensor without": fixed.grad}
-    gradient["the last input"] = other.grad
+    gradient = {"x": a.grad, "z": z.grad, ONE_ROW: row.grad, "the weight": module.weight.grad}
+    gradient |= {"a tensor without": fixed.grad, "the last input": other.grad}
     return {"output": y.detach().clone(), "gradients": gradient, "seen": module.seen}
 
 
@@ -158,6 +162,7 @@ def inputs_are_of_any_kind(trial: Trial) -> None:
     tensors = {
         "x": trial.normal(6, 7),
         "z": trial.normal(rows, 7),
+        "row": trial.normal(7),
         "fixed": trial.normal(rows, 7),
         "rows": trial.tokens(6, rows),
         "mask": trial.normal(rows, 7) > 0,
@@ -177,5 +182,6 @@ def inputs_are_of_any_kind(trial: Trial) -> None:
     places = {"that of its first place alone": first, "that of its last place alone": last}
     help = "x comes in twice: what both places pass back adds up. Return a gradient for every input."
     trial.close("the gradient of x", mine["gradients"]["x"], first + last, alternatives=places, help=help)
-    for name in ("z", "the weight"):
+    help = "Return a gradient for every input that needs one, whatever its shape."
+    for name in ("z", ONE_ROW, "the weight"):
         trial.close(f"the gradient of {name}", mine["gradients"][name], plain["gradients"][name], help=help)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check
 
-from .models import STATE_BYTES, Layers, build, checkpoint_of
+from .models import STATE_BYTES, Layers, build, checkpoint_of, seeing
 
 NUM_CALLS = 3
 SLACK = NUM_CALLS * STATE_BYTES
@@ -25,7 +25,8 @@ def keep(
     checkpoint = checkpoint_of(rank, how)
     xs = [x.requires_grad_(differentiable) for x in xs]
     if (first := checkpoint(layers, xs[0][:1]).sum()).requires_grad:
-        first.backward()  # what is made once, and gradients of weights, are there from now on
+        with seeing(layers.calls):
+            first.backward()  # what is made once, and gradients of weights, are there from now on
     with rank.record(memory=True) as recording:
         tracemalloc.start()
         total = torch.stack([checkpoint(layers, x).sum() for x in xs]).sum()

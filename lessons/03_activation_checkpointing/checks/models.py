@@ -77,6 +77,12 @@ def seeing(*calls: list[dict[str, Any]]) -> Iterator[None]:
                     "the second call got an input that needs no gradient: detach() takes requires_grad off, "
                     "x.detach().requires_grad_(x.requires_grad) keeps it"
                 )
+            if not first["needs"] and any(call["needs"] for call in others):
+                error.add_note(
+                    "the second call got an input that needs a gradient, where the first call's needs none: "
+                    "the function then keeps other tensors than it did, and backward gets the wrong ones; "
+                    "x.detach().requires_grad_(x.requires_grad) leaves it as it was"
+                )
             for call in others:
                 if call["autocast"] != first["autocast"]:
                     error.add_note(
