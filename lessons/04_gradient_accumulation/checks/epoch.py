@@ -67,6 +67,7 @@ def train(
     optimizer, scheduler = tools(model, part)
     steps: list[dict[str, Any]] = []
     shapes: list[tuple[int, ...]] = []
+    modes: list[bool] = []
     losses = []
     attached = False
 
@@ -75,6 +76,7 @@ def train(
 
     optimizer.register_step_post_hook(look)  # a closure makes gradients within the step, which leaves them
     model.transformer.wte.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    model.transformer.drop.register_forward_pre_hook(lambda drop, _: modes.append(drop.training))
     given = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
     for _ in range(num_epochs):
         found = rank.submission.train_epoch(model, optimizer, scheduler, given, accumulate)
@@ -90,6 +92,8 @@ def train(
         "shapes": shapes,
         "attached": attached,
         "kept": kept,
+        "modes": modes,
+        "modes after": [module.training for module in model.modules()],
     }
 
 
@@ -149,12 +153,10 @@ def require_count(trial: Trial, seen: SimpleNamespace, help: str) -> None:
 
 
 def forgets_what_is_left_over(trial: Trial) -> bool:
-    """Whether an epoch of seven takes as many steps as there are whole groups, and one of three none."""
-    epochs = (trial.once(observe_left_over), trial.once(observe_short))
-    return all(
-        len(seen.result["steps"]) == seen.num_epochs * (len(seen.case.batches) // seen.case.accumulate)
-        for seen in epochs
-    )
+    """Whether an epoch of seven takes as many steps as there are whole groups."""
+    seen = trial.once(observe_left_over)
+    whole = len(seen.case.batches) // seen.case.accumulate
+    return len(seen.result["steps"]) == seen.num_epochs * whole
 
 
 def require_kept(trial: Trial, seen: SimpleNamespace) -> None:
@@ -259,9 +261,9 @@ def observe_uneven(trial: Trial) -> SimpleNamespace:
     return observe(trial, draw(trial, 6, 2, sharpness=0.3))
 
 
-def observe_clipped(trial: Trial) -> SimpleNamespace:
-    """What is left over is a step with a large gradient, too."""
-    return observe(trial, draw(trial, 7, 3, sharpness=10.0, even=True))
+def observe_clipped(trial: Trial) -> list[SimpleNamespace]:
+    """What is left over is a step with a large gradient, too; and a step for every micro-batch."""
+    return [observe(trial, draw(trial, *sizes, sharpness=10.0, even=True)) for sizes in ((7, 3), (2, 1))]
 
 
 def observe_left_over(trial: Trial) -> SimpleNamespace:
@@ -286,13 +288,13 @@ def observe_frozen(trial: Trial) -> SimpleNamespace:
 
 
 def observe_short(trial: Trial) -> SimpleNamespace:
-    """Fewer micro-batches than a step takes; the middle one counts nothing."""
-    return observe(trial, draw(trial, 3, 5, sharpness=0.3, empty=1))
+    """Fewer micro-batches than a step takes."""
+    return observe(trial, draw(trial, 3, 5, sharpness=0.3))
 
 
-def observe_empty_among_others(trial: Trial) -> list[SimpleNamespace]:
+def observe_empty(trial: Trial) -> list[SimpleNamespace]:
     """Of two steps, a micro-batch in the first, the first's last one, or the epoch's last counts nothing."""
-    return [observe(trial, draw(trial, 5, 3, sharpness=0.3, empty=empty)) for empty in (1, 2, 4)]
+    return [observe(trial, draw(trial, 6, 3, sharpness=0.3, empty=empty)) for empty in (1, 2, 5)]
 
 
 @check("train_epoch")
@@ -300,6 +302,12 @@ def a_step_for_every_group(trial: Trial) -> None:
     """Micro-batches that are all alike: each step is one on the mean of its group."""
     seen = trial.once(observe_even)
     require_count(trial, seen, "One optimizer step for `accumulate` micro-batches.")
+    for when, modes in (("during", seen.result["modes"]), ("after", seen.result["modes after"])):
+        trial.require(
+            all(modes),
+            f"the model was in training mode before the epoch, and not {when} it",
+            help="train() and eval() are the caller's: in evaluation mode nothing is dropped.",
+        )
     require_gradients(trial, seen, "Gradients of a group add up; a new group starts from nothing.")
 
 
@@ -325,36 +333,10 @@ def losses_are_the_means_of_the_steps(trial: Trial) -> None:
 
 
 @check("train_epoch")
-def a_microbatch_may_count_nothing(trial: Trial) -> None:
-    """A micro-batch whose targets are all ignored adds nothing to its step, and what comes after it does."""
-    seen = trial.once(observe_short)
-    require_count(trial, seen, LAST_GROUP)
-    help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum, or work with sums of losses."
-    nothing_odd = all(step["gradient"].isfinite().all() for step in seen.result["steps"])
-    if nothing_odd and all(math.isfinite(loss) for loss in seen.result["losses"][0]):
-        help = "It counts nothing: gradient and loss are the means over the others' targets, of all of them."
-    require_gradients(trial, seen, help)
-    require_losses(trial, seen, help)
-    among_others = trial.once(observe_empty_among_others)
-    skipped = [len(seen.result["steps"]) for seen in among_others] == [2, 1, 1]  # none where it is the last
-    for seen in among_others:
-        help = "It has a place in its step: left out before steps are made, it lets others move up."
-        trial.require(
-            not skipped or len(seen.result["steps"]) == 2,
-            f"{told(seen.case)}, the last of a group counts nothing: the optimizer took 1 step, expected 2",
-            cause="no step is taken where the last micro-batch of a group counts nothing",
-            help="It adds nothing to its step, which is due all the same: `continue` leaves that out too.",
-        )
-        require_count(trial, seen, help)
-        require_gradients(trial, seen, help)
-        require_losses(trial, seen, help)
-
-
-@check("train_epoch")
 def clipping_is_of_the_whole_gradient(trial: Trial) -> None:
     """A large gradient is clipped to norm 1 once, when the whole group has added to it."""
-    seen = trial.once(observe_clipped)
-    require_gradients(trial, seen, "Clip once a step, between the last backward and the optimizer.")
+    for seen in trial.once(observe_clipped):
+        require_gradients(trial, seen, "Clip once a step, between the last backward and the optimizer.")
 
 
 @check("train_epoch")
@@ -381,6 +363,28 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
             seen.expected.weights,
             help="After the last group: clip, step, scheduler, as after every other.",
         )
+
+
+@check("train_epoch")
+def a_microbatch_may_count_nothing(trial: Trial) -> None:
+    """A micro-batch whose targets are all ignored adds nothing to its step, and what comes after it does."""
+    epochs = trial.once(observe_empty)
+    skipped = [len(seen.result["steps"]) for seen in epochs] == [2, 1, 1]  # none where it is the last
+    for seen in epochs:
+        trial.require(
+            not skipped or len(seen.result["steps"]) == 2,
+            f"{told(seen.case)}, the last of a group counts nothing: the optimizer took 1 step, expected 2",
+            cause="no step is taken where the last micro-batch of a group counts nothing",
+            help="It adds nothing to its step, which is due all the same: `continue` leaves that out too.",
+        )
+        help = "It has a place in its step: left out before steps are made, it lets others move up."
+        require_count(trial, seen, help)
+        numbers = [step["gradient"] for step in seen.result["steps"]]
+        numbers.append(torch.tensor(seen.result["losses"][0]))
+        if not all(number.isfinite().all() for number in numbers):
+            help = "Its mean is 0/0, and 0 times NaN is NaN: leave it out of the sum, or sum losses."
+        require_gradients(trial, seen, help)
+        require_losses(trial, seen, help)
 
 
 @check("train_epoch")

@@ -42,10 +42,12 @@ def freeze(model: GPT) -> None:
 def tools(model: GPT, part: bool = False) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler.
 
+    As where weights decay and the rest does not, it holds matrices in one group, and the rest in another.
     `part`: it holds the parameters of the blocks alone.
     """
-    trained = model.transformer.h if part else model
-    optimizer = torch.optim.SGD(trained.parameters(), lr=RATE)
+    trained = list((model.transformer.h if part else model).parameters())
+    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
+    optimizer = torch.optim.SGD([{"params": matrices}, {"params": others}], lr=RATE)
     return optimizer, LambdaLR(optimizer, lambda step: DECAY**step)
 
 
@@ -80,6 +82,14 @@ class Slip:
     divides_held: bool = False
     """Sums of losses are accumulated, and divided in what the optimizer holds; the norm counts all."""
     by_value: bool = False
+    by_group: bool = False
+    """Each of the optimizer's groups of parameters is clipped by itself."""
+    first_group: bool = False
+    """The first of the optimizer's groups of parameters alone is clipped."""
+    always: bool = False
+    """A gradient of a smaller norm is scaled to norm 1, too."""
+    leaves_one: bool = False
+    """A micro-batch with one counted target is left out, as if it had none."""
     early: bool = False
     """The scheduler comes before the optimizer."""
     last_loss: bool = False
@@ -105,7 +115,7 @@ def draw(
     part: bool = False,
     frozen: bool = False,
 ) -> Any:
-    """Micro-batches of other shapes with other counts; `even`: all alike, and every target counts.
+    """Micro-batches of other shapes with other counts, the second with one; `even`: alike, and all count.
 
     The `empty`-th counts none; `left`: something stands in `.grad` before the epoch; `part`: the optimizer
     holds some of the parameters alone; `frozen`: one parameter is.
@@ -118,7 +128,7 @@ def draw(
         rows, length = (3, 9) if even else ((1, 3, 2)[i % 3], trial.integer(8, 11) + i % 2)
         inputs, targets = (trial.tokens(config.vocab_size, rows, length) for _ in range(2))
         if not even:
-            share = 0.1 if i % 2 else 0.8  # few count in every other one
+            share = 0.0 if i == 1 else 0.1 if i % 2 else 0.8  # few count in every other one
             ignored = [j for j in range(1, targets.numel()) if trial.rng.random() > share]
             targets.view(-1)[ignored] = -1
         if i == empty:
@@ -143,7 +153,7 @@ def groups(case: Any) -> Iterator[Batches]:
 
 def counting(group: Batches, slip: Slip) -> list[int]:
     """Where micro-batches with targets that count are; where it stops, those before the first without."""
-    full = [slip.zero_times_nan or counted(goals) > 0 for _, goals in group]
+    full = [slip.zero_times_nan or counted(goals) > slip.leaves_one for _, goals in group]
     end = full.index(False) if slip.stops and not all(full) else len(group)
     return [place for place in range(end) if full[place]]
 
@@ -169,6 +179,14 @@ def clip_sum(model: nn.Module, num_counted: int) -> None:
     nn.utils.clip_grad_norm_(reached, NORM)
     for parameter in reached:
         parameter.grad /= num_counted
+
+
+def normalize(model: nn.Module) -> None:
+    """Scale the gradient to norm 1, whatever it is."""
+    reached = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in reached]).norm()
+    for gradient in reached:
+        gradient *= NORM / norm
 
 
 def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNamespace:
@@ -218,6 +236,11 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                 total = sum(means) / len(means)
             if slip.by_value:
                 nn.utils.clip_grad_value_(model.parameters(), NORM)
+            elif slip.by_group or slip.first_group:
+                for part in optimizer.param_groups[: 1 if slip.first_group else None]:
+                    nn.utils.clip_grad_norm_(part["params"], NORM)
+            elif slip.always:
+                normalize(model)
             elif slip.clip and (slip.clip_rest or len(group) == case.accumulate):
                 nn.utils.clip_grad_norm_(model.parameters(), NORM)
             if slip.early:
@@ -251,6 +274,18 @@ SLIPS = {
     "not clipped": Slip(clip=False),
     "what is left over makes a step that is not clipped": Slip(clip_rest=False),
     "each element was clipped to 1 by itself, where the norm of all together belongs": Slip(by_value=True),
+    "each entry of optimizer.param_groups was clipped by itself: the norm is that of all together": Slip(
+        by_group=True
+    ),
+    "the first entry of optimizer.param_groups alone was clipped: there may be others": Slip(
+        first_group=True
+    ),
+    "it is scaled to norm 1 where its norm is less, too: clipping leaves a small gradient as it is": Slip(
+        always=True
+    ),
+    "a micro-batch with one counted target is left out: only one without any adds nothing": Slip(
+        leaves_one=True
+    ),
     "the scheduler moved on before the optimizer had made its step": Slip(early=True),
     "what stood in .grad before is still there: zero_grad belongs before each group's first backward": Slip(
         zero=False
