@@ -82,6 +82,15 @@ def test_constant_and_remembered_answers_are_named() -> None:
     assert "remembered" in cause_for(lambda x: seen.append(x) or (seen[-2] if len(seen) > 1 else x) ** 2)
 
 
+def test_small_numbers_that_were_answers_before_are_no_evidence_of_a_memory() -> None:
+    def too_small(x: int) -> int:
+        return (x - (x > 2)) ** 2
+
+    with pytest.raises(CheckEnded) as end:
+        compare_answers(FakeTrial(too_small), answers(too_small, (2,), (3,), (4,), (5,)))
+    assert end.value.cause == ""
+
+
 def test_a_whole_number_that_was_rounded_is_told_as_that() -> None:
     assert "right but for its last digits" in cause_for(lambda x: x * x * (1 + 1e-14))
 

@@ -24,6 +24,9 @@ Slips = Callable[..., Mapping[str, float]]
 EXACTLY = 1e-12
 """How close numbers are that differ by rounding alone."""
 
+LEAST_GAP = 10
+"""Whole numbers that lie closer together, on average, are hit by chance."""
+
 Alterations = Mapping[str, Callable[..., tuple]]
 """Sentence → other arguments, for which the answer would have been right."""
 
@@ -188,13 +191,22 @@ def _known_slip(
             return text
     if len(wrong) > 2 and gives([wrong[0].given] * len(asked)):
         return "the same number for different arguments: compute it from them"
-    by_chance = (0, 1)  # which are answers to many calls
-    if all(
-        any(same(answer.given, true, tolerance) for true in answer.earlier) and answer.given not in by_chance
-        for answer in wrong
-    ):
+    if _of_earlier_calls(wrong, tolerance):
         return "these are answers to earlier calls: something is remembered between calls"
     return ""
+
+
+def _of_earlier_calls(wrong: Sequence[Answer], tolerance: float) -> bool:
+    """Whether all wrong answers are true ones of earlier calls, and these are no chance."""
+    by_chance = (0, 1)  # which are answers to many calls
+    earlier = set(wrong[-1].earlier)
+    whole_numbers = bool(earlier) and all(isinstance(true, int) for true in earlier)
+    if whole_numbers and max(earlier) - min(earlier) < LEAST_GAP * (len(earlier) - 1):
+        return False
+    return all(
+        any(same(answer.given, true, tolerance) for true in answer.earlier) and answer.given not in by_chance
+        for answer in wrong
+    )
 
 
 def _by_formula(answers: Answers, asked: Sequence[Answer], tolerance: float) -> str:
