@@ -366,11 +366,13 @@ def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> 
     if how == "remembered":
         never_replayed(cores)
     give_generators(dropouts, seed + len(cores), rank.device)
+    undrawn = [next_numbers(each.generator) for each in dropouts]
     one, two = model(idx)[0], model(idx.flip(1))[0]
     (one.square().mean() + two.sin().mean()).backward()
     return {
         "gradients": gradients(before),
         "drawn": [next_numbers(each.generator) for each in dropouts],
+        "undrawn": undrawn,
         "calls": [core.calls for core in cores],
     }
 
@@ -394,6 +396,12 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
         cause="every block runs the last block's core: a function made in a loop looks its variables up when "
         "it is called",
         help=OWN_CORE,
+    )
+    trial.require(
+        not all(map(torch.equal, mine["drawn"], mine["undrawn"])),
+        "nothing was drawn from the generators that the cores' dropouts have",
+        cause="" if any(mine["calls"]) else "the model's cores never ran: others have taken their place",
+        help="Run the core that a block has, with the dropout that is in it, which may have a generator.",
     )
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]

@@ -1,5 +1,7 @@
 """Checks of `chunked_cross_entropy`: the loss of a head whose logits never exist all at once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +114,20 @@ SCALED_TWICE = "what the forward keeps is multiplied in place: the second time i
 ROUNDED = "something went through float32, as .float() and torch.zeros(()) make it: it has no more digits"
 
 
+@contextmanager
+def telling_of_no_graph(needs: tuple[bool, bool]) -> Iterator[None]:
+    """An error inside, where neither x nor weight needs a gradient, is told with that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(needs) and "does not require grad" in str(error):
+            error.add_note(
+                "neither x nor weight needs a gradient here, so what is computed from them has no graph, and "
+                "backward can not be called on it: ask it for requires_grad first"
+            )
+        raise
+
+
 def step(
     rank: Any, how: str, size: int, scale: float, needs: tuple[bool, bool], twice: bool, *given: Tensor
 ) -> dict:
@@ -124,7 +140,8 @@ def step(
         loss = function(x, weight, targets, size)
         recording.mark("after the forward")
         if loss.requires_grad:
-            (loss * scale).backward(retain_graph=twice)
+            with telling_of_no_graph(needs):
+                (loss * scale).backward(retain_graph=twice)
     gradients = [None if t.grad is None else t.grad.clone() for t in (x, weight)]
     again = None
     if twice:
@@ -284,33 +301,54 @@ def what_needs_no_gradient_gets_none(trial: Trial) -> None:
         ended(trial, seen, seen.size, needs)
 
 
+def validate(rank: Any, size: int, *given: Tensor) -> Any:
+    """A loss under no_grad, of tensors that need no gradient either."""
+    with rank.record() as recording, torch.no_grad():
+        rank.submission.chunked_cross_entropy(*given, size)
+    return recording
+
+
+X_FROZEN, WEIGHT_FROZEN = "x needs no gradient", "weight needs no gradient"
+IGNORED = "every chunk has a target of -1"
+ALONE = {
+    X_FROZEN: "chunks are checkpointed only where x needs a gradient",
+    WEIGHT_FROZEN: "chunks are checkpointed only where weight needs a gradient",
+    IGNORED: "chunks are checkpointed only where all of their targets count",
+}
+"""A case → why in this one every chunk's logits are kept, if they are not in others."""
+
+
 def observe_bytes(trial: Trial) -> SimpleNamespace:
     """Forty chunks of a head that is narrow: logits are nearly all that it makes.
 
-    And two batches that do not divide: of one chunk and a rest, and of three and a rest; and a few chunks of
-    which x alone, or weight alone, needs a gradient.
+    And two batches that do not divide: of one chunk and a rest, and of three and a rest; a few chunks of
+    which x alone, or weight alone, needs a gradient, or each has a target of -1; and a validation.
     """
     size, width, vocabulary = trial.integer(6, 8), 4, trial.integer(3900, 4000)
     tokens = NUM_CHUNKS * size
     given = inputs(trial, tokens, width, vocabulary)
 
-    def record(how: str, count: int, needs: tuple[bool, bool] = (True, True)) -> Any:
+    def first(count: int) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, targets = given
-        part = x[:count].clone(), weight, targets[:count].clone()
-        return trial.run(step, how, size, 1.0, needs, False, *part)[0]["recording"]
+        return x[:count].clone(), weight, targets[:count].clone()
+
+    def record(how: str, count: int, needs: tuple[bool, bool] = (True, True), ignored: bool = False) -> Any:
+        x, weight, targets = first(count)
+        targets[: count if ignored else 0 : size] = -1
+        return trial.run(step, how, size, 1.0, needs, False, x, weight, targets)[0]["recording"]
 
     mine, all_at_once = record("mine", tokens), record("whole", tokens)
     uneven = (size + trial.integer(2, size - 1), 3 * size + trial.integer(2, size - 1))
-    frozen = {"x": (False, True), "weight": (True, False)}
+    cases = {X_FROZEN: ((False, True),), WEIGHT_FROZEN: ((True, False),), IGNORED: ((True, True), True)}
     recordings = {tokens: mine} | {count: record("mine", count) for count in uneven}
     return SimpleNamespace(
         mine=mine,
         whole=all_at_once,
         largest={count: recording.largest_elements for count, recording in recordings.items()},
-        frozen={
-            name: record("mine", FEW * size, needs).alive("after the forward")
-            for name, needs in frozen.items()
+        few={
+            name: record("mine", FEW * size, *case).alive("after the forward") for name, case in cases.items()
         },
+        validation=trial.run(validate, size, *first(FEW * size))[0].largest_elements,
         size=size,
         vocabulary=vocabulary,
         logits=BYTES * size * vocabulary,  # of one chunk
@@ -357,16 +395,24 @@ def logits_exist_for_one_chunk_at_a_time(trial: Trial) -> None:
         help="Autograd keeps what every chunk's cross entropy needs: checkpoint the chunk.",
         cause="every chunk's logits are kept for backward" if after >= many else "",
     )
-    for name, alive in seen.frozen.items():
+    for name, alive in seen.few.items():
         trial.require(
             alive <= seen.gradients + seen.logits + FEW * STATE_BYTES,
-            f"where {name} needs no gradient, {alive:,} bytes are alive after the forward of {FEW} chunks, "
-            f"and one chunk's logits are {seen.logits:,}",
-            help="One of x and weight may be frozen: checkpoint every chunk in each case.",
-            cause=f"every chunk's logits are kept: chunks are checkpointed only where {name} needs a gradient"
-            if alive >= FEW * seen.logits // 2
-            else "",
+            f"where {name}, {alive:,} bytes are alive after the forward of {FEW} chunks, and one chunk's "
+            f"logits are {seen.logits:,}",
+            help="x or weight may be frozen, and targets be -1: checkpoint every chunk in each case.",
+            cause=f"every chunk's logits are kept: {ALONE[name]}" if alive >= FEW * seen.logits // 2 else "",
         )
+    rows = seen.validation // seen.vocabulary
+    trial.require(
+        rows <= seen.size,
+        f"under no_grad, as in a validation, a tensor has the logits of {rows} tokens, with chunks of "
+        f"{seen.size} of {FEW * seen.size}",
+        help="Logits take their memory without gradients, too: cut there as everywhere.",
+        cause="where no gradients are asked for, all logits are computed at once"
+        if rows == FEW * seen.size
+        else "",
+    )
     peak, most = seen.mine.peak_bytes, 2 * seen.gradients + 5 * seen.logits + seen.states
     trial.require(
         peak <= most,

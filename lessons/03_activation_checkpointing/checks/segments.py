@@ -3,6 +3,8 @@
 import math
 from functools import partial
 
+import torch
+
 from grader.checks import Answers, Trial, check, compare_answers, exercise
 
 exercise(
@@ -46,6 +48,7 @@ def ask(trial: Trial) -> Answers:
     ]  # k and k+1 are equal
     calls += [(trial.integer(2, 30), 0, 0)]
     calls += [(n, 2**20 * trial.integer(20, 70), 2**20 * trial.integer(1, 9)) for n in (12, 24, 48, 96)]
+    calls += [(2, c, c + 1) for c in (trial.integer(2**26, 2**29), trial.integer(2**26, 2**29))]
     return Answers(trial, "best_segment_length", calls, truth)
 
 
@@ -54,6 +57,12 @@ def ties(num_blocks: int, block_bytes: int, boundary_bytes: int) -> list[int]:
     arguments = (num_blocks, block_bytes, boundary_bytes)
     least = most_bytes(*arguments, truth(*arguments))
     return [k for k in range(1, num_blocks + 1) if most_bytes(*arguments, k) == least]
+
+
+def rounded_bytes(n: int, block: int, boundary: int, k: int) -> float:
+    """The same in float32."""
+    block_bytes, boundary_bytes = torch.tensor([block, boundary], dtype=torch.float32)
+    return (-(-n // k) * boundary_bytes + k * block_bytes).item()
 
 
 def first_of(num_blocks: int, candidates: object, key: object) -> int:
@@ -70,6 +79,12 @@ def slips(n: int, block: int, boundary: int) -> dict[str, float]:
         ),
         "L/k is not rounded up: the group that is shorter has an input too": first_of(
             n, every, lambda k: n / k * boundary + k * block
+        ),
+        "bytes are rounded, as float32 rounds large numbers: compute with Python's whole numbers": first_of(
+            n, every, partial(rounded_bytes, n, block, boundary)
+        ),
+        "a group counts as k·(block_bytes - boundary_bytes): all that its blocks keep is alive": first_of(
+            n, every, lambda k: bytes_of(k) - k * boundary
         ),
         "only lengths that divide num_blocks were tried": first_of(
             n, [k for k in every if n % k == 0], bytes_of

@@ -62,8 +62,8 @@ def without_some_graphs(blocks: Any, x: Tensor, sizes: Tensor) -> Tensor:
 def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], sizes: Tensor) -> dict:
     """Two forwards, then backward of both, then a forward without gradients, and one in evaluation mode.
 
-    At last a pass with block 0 in evaluation mode, as a frozen one may be, one with another `sizes`, and the
-    blocks by themselves.
+    At last a pass with block 0 in evaluation mode, as a frozen one may be, another where the list of blocks
+    is, too, one with another `sizes`, and the blocks by themselves.
     """
     ways = {
         "plain": plain_forward,
@@ -98,7 +98,13 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     before = len(log.entries)
     blocks.train()[0].eval()
     forward(blocks, third.clone().requires_grad_(), sizes).sum().backward()
-    ran, before, other = log.entries[before:], sizes.detach().clone(), torch.zeros_like(sizes)
+    ran, before = log.entries[before:], len(log.entries)
+    seen["after a forward with block 0 in evaluation mode"] = sizes.detach().clone()
+    blocks.eval()
+    for block in blocks[1:]:
+        block.train()
+    forward(blocks, third.clone().requires_grad_(), sizes).sum().backward()
+    ran_in_list, before, other = log.entries[before:], sizes.detach().clone(), torch.zeros_like(sizes)
     forward(blocks.train(), third.clone().requires_grad_(), other)
     seen["another"] = other.detach().clone()
     left = {"a call with another `sizes`": torch.equal(sizes, before)}
@@ -110,7 +116,7 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     return {
         "outputs": [y.detach().clone(), z.detach().clone()],
         "gradients": found,
-        "called with block 0 in evaluation": ran,
+        "called with block 0 in evaluation": [ran, ran_in_list],
         "sizes": seen,
         "left alone by": left,
         "sizes require a gradient": graph,
@@ -126,6 +132,15 @@ def watch_frozen(rank: Any, config: dict, seed: int, x: Tensor, sizes: Tensor) -
     blocks[1].requires_grad_(False)
     rank.submission.watched_forward(blocks, x.requires_grad_(), sizes).sum().backward()
     return log.entries
+
+
+def watch_float64(rank: Any, how: str, config: dict, seed: int, x: Tensor) -> Tensor:
+    """What a forward in float64 makes of sizes that are 0."""
+    blocks = build(lambda: GPT(GPTConfig(**config)).transformer.h, seed, rank.device)
+    sizes = torch.zeros(len(blocks), dtype=torch.float64, device=rank.device)
+    forward = plain_forward if how == "plain" else rank.submission.watched_forward
+    forward(blocks.double(), x.double(), sizes)
+    return sizes.detach()
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -153,6 +168,10 @@ def observe(trial: Trial) -> SimpleNamespace:
         plain=plain,
         other=other,
         before=inputs[3],
+        exact=lambda: [
+            trial.run(watch_float64, how, *inputs[:2], batches[2], seeds=seeds)[0]
+            for how in ("mine", "plain")
+        ],
         frozen=lambda: trial.run(watch_frozen, *inputs[:2], batches[2], inputs[3])[0],
         num_blocks=config.n_layer,
         stream=batches[0].nbytes,
@@ -177,7 +196,7 @@ def every_block_learns_from_its_own_input(trial: Trial) -> None:
         {
             name: "the gradient of x"
             if name == "x"
-            else f"the gradient of {name}, of block number first in its name,"
+            else "the gradient of {1} in block {0}".format(*name.split(".", 1))
             for name in expected
         },
         seen.mine["gradients"],
@@ -202,6 +221,7 @@ SECOND_FORWARD = (
     "call for backward's: such state outlives the call"
 )
 UNMOVED = "the tensor that was handed over has not moved: nothing is written, or into a copy of it"
+BLOCK_0_UNMOVED = "that forward has not moved block 0's: every block has an input, in either mode"
 OUTSIDE = "What happens once a forward belongs outside of what is checkpointed: it needs no flag there."
 
 
@@ -259,13 +279,18 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
     for when, before in (
         ("after a forward without gradients", "after backward"),
         ("after a forward in evaluation mode", "after a forward without gradients"),
+        ("after a forward with block 0 in evaluation mode", "after a forward in evaluation mode"),
     ):
+        right, unmoved = (seen.plain["sizes"][name] for name in (when, before))
         trial.close(
             f"sizes {when}",
             seen.mine["sizes"][when],
-            seen.plain["sizes"][when],
-            alternatives={"that forward has not moved it": seen.plain["sizes"][before]},
-            help="Evaluation is a forward too: it moves the means once.",
+            right,
+            alternatives={
+                "that forward has not moved it": unmoved,
+                BLOCK_0_UNMOVED: torch.cat([unmoved[:1], right[1:]]),
+            },
+            help="Evaluation is a forward too: it moves the means of all blocks once.",
         )
     trial.close(
         "another `sizes`, handed over in a later call,",
@@ -273,6 +298,15 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
         seen.plain["sizes"]["another"],
         alternatives={"that call has not moved it": torch.zeros_like(seen.plain["sizes"]["another"])},
         help="Each call moves the tensor that it is given.",
+    )
+    mine, right = seen.exact()
+    trial.close(
+        "sizes after a forward in float64",
+        mine,
+        right,
+        rtol=1e-5,
+        alternatives={"that forward has not moved it": torch.zeros_like(right)},
+        help="`sizes` has x's dtype, whichever it is.",
     )
 
 
@@ -320,13 +354,23 @@ def blocks_are_still_checkpointed(trial: Trial) -> None:
         sorted(2 * list(range(seen.num_blocks))),
         help="Repair it without giving checkpointing up: each block runs once more for each pass.",
     )
-    ran = seen.mine["called with block 0 in evaluation"]
+    ran, in_list = seen.mine["called with block 0 in evaluation"]
     once = [i for i in range(1, seen.num_blocks) if ran.count(i) == 1]
     trial.require(
         not once,
         f"where block 0 alone is in evaluation mode, backward does not compute the blocks {once} again",
         cause="block 0's mode is taken for that of all" if len(once) == seen.num_blocks - 1 else "",
         help="Each block has a mode of its own: a frozen one may be in evaluation mode, while others train.",
+    )
+    once = [i for i in range(1, seen.num_blocks) if in_list.count(i) == 1]
+    trial.require(
+        not once,
+        "where the ModuleList and block 0 are in evaluation mode, and all other blocks train, backward does "
+        f"not compute the blocks {once} again",
+        cause="the mode of the list, blocks.training, is taken for that of each block"
+        if len(once) == seen.num_blocks - 1
+        else "",
+        help="Ask each block for its own mode, block.training: the list's may be another.",
     )
     alive, without = (run["recording"].alive("after the forward") for run in (seen.mine, seen.plain))
     budget = seen.num_blocks * (seen.stream + STATE_BYTES) + 8000

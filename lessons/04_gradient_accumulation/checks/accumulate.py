@@ -367,7 +367,7 @@ def observe_modes(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
 @check("accumulate_gradients")
 def gradient_of_the_whole_batch(trial: Trial) -> None:
     """Where all targets count and b is divisible by k, loss and .grad are those of one pass over it all."""
-    help = "A micro-batch's loss is a mean over its own targets: it counts by its share of the batch's."
+    help = "Weigh each micro-batch's loss by its share of the batch's targets."
     require_one_pass(trial, trial.once(observe_even), help)
 
 
