@@ -26,7 +26,7 @@ from .models import (
     weights,
 )
 from .parts import gradients_by_rank, means_by_pass, misses_last_pass, trained_on
-from .runs import NOTHING_LEFT, require_in_evaluation, run
+from .runs import BY_BACKWARD, NOTHING_LEFT, require_in_evaluation, run
 from .training import (
     LEARNING_RATE,
     PASSES,
@@ -241,7 +241,7 @@ def weights_are_rank_0s(trial: Trial) -> None:
 
 @check("FullySharded", world_sizes=TRAINED)
 def outputs_are_the_dense_models(trial: Trial) -> None:
-    """In evaluation, under no_grad, logits and loss are the dense GPT's, with and without targets."""
+    """Under no_grad, in both modes, logits and loss are the dense GPT's, with and without targets."""
     seen = trial.once(observe_training)
     outputs = []
     with torch.no_grad():
@@ -258,6 +258,29 @@ def outputs_are_the_dense_models(trial: Trial) -> None:
         )
     for r, result in enumerate(seen.results):
         trial.require(result["nothing"] is None, "without targets there is a loss", rank=r)
+    if trial.layout.world_size == 2:
+        require_in_training_mode(trial, outputs)
+
+
+@torch.no_grad()
+def validate(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The logits of a forward under no_grad before which nobody has called eval()."""
+    return wrapped(rank, odd_gpt, seed)(tokens, targets)[0].clone()
+
+
+def require_in_training_mode(trial: Trial, outputs: list[dict[str, Tensor]]) -> None:
+    """Under no_grad logits are right in training mode, where they are in evaluation mode."""
+    seen = trial.once(observe_training)
+    given = [(number, *batches[0]) for number, batches in zip(seen.numbers, seen.by_rank, strict=True)]
+    try:
+        found = run(trial, validate, per_rank=given)
+        trial.close("the logits in training mode", found, [output["logits"] for output in outputs])
+    except CheckEnded as end:
+        end.cause = (
+            "it is right in evaluation mode alone, and this is a forward under no_grad in training mode"
+        )
+        end.help = BY_BACKWARD
+        raise
 
 
 def require_another_end(trial: Trial, make: Any, kind: str, help: str, training: bool = True) -> None:

@@ -68,6 +68,11 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         settle()
         step.mark("evaluated")
         sharded.train()
+        phase[0] = ""
+        with torch.no_grad():
+            sharded(*batch)
+        settle()
+        step.mark("validated")
         phase[0] = "forward"
         step.mark("forward")
         _, loss = sharded(*batch)
@@ -112,6 +117,7 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 
 RANKS = (4, 2)
+FREE_EVERY_BLOCK = "Free every block after its forward, the last one too, also where no backward follows."
 
 
 def kept(seen: Any, result: dict) -> bool:
@@ -140,8 +146,9 @@ def only_shards_at_rest(trial: Trial) -> None:
             (
                 "evaluated",
                 "after a forward under no_grad",
-                "Free every block after its forward, the last one too, also where no backward follows.",
+                FREE_EVERY_BLOCK,
             ),
+            ("validated", "after a forward under no_grad in training mode", FREE_EVERY_BLOCK),
         ):
             alive = result["step"].alive(when)
             trial.require(
