@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import CheckEnded, Trial, Verdict, check, exercise, settle, storage_bytes
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, settle, storage_bytes
 
 from .units import FROZEN, SHAPES, copies, draw_tensors, make_parameters
 from .wire import SMALL
@@ -29,11 +29,15 @@ exercise(
 
 TIMES = 0.5
 """What the shards are multiplied by between two gathers."""
+TURNED = 3
+"""The parameter that lies in memory transposed, on every rank but the first."""
 
 
 def come_and_go(rank: Any, tensors: list[Tensor]) -> dict:
     """What the parameters are after a gather; the same after the shards have changed, with delays or not."""
     given = make_parameters(tensors, rank.device)
+    if rank.rank:
+        given[TURNED].data = given[TURNED].data.t().contiguous().t()
     unit = rank.submission.ShardedUnit(iter(given), rank.group)
     unit.free()
     unit.gather()
@@ -70,6 +74,12 @@ def observe_with_delays(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(results=results, tensors=tensors)
 
 
+READ_TURNED = (
+    "a part of it is rank 0's memory, read in another order: this parameter lies in memory transposed on "
+    "every rank but rank 0, and a collective sends memory as it lies"
+)
+
+
 def require_gathered(trial: Trial, seen: Any, when: str, times: float, help: str) -> None:
     for i, shape in enumerate(SHAPES):
         own = [tensors[i] for tensors in seen.tensors]
@@ -83,6 +93,10 @@ def require_gathered(trial: Trial, seen: Any, when: str, times: float, help: str
             if all(t.shape == own[0].shape and bool((times * joined == t).any(0).all()) for t in found):
                 told = "every rank's shard is cut out of its own weights: nobody told the others rank 0's"
                 alternatives[told] = found
+        if i == TURNED and all(t.shape == own[0].shape for t in found):
+            turned = own[0].reshape(own[0].t().shape).t()
+            if all(bool(((t == times * own[0]) | (t == times * turned)).all()) for t in found):
+                alternatives[READ_TURNED] = Fault(found, "Send tensor.contiguous(), and cut what has come.")
         if times != 1.0:
             alternatives["it is what it was before the shards changed"] = own[0]
         trial.close(
