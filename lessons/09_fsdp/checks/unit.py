@@ -194,16 +194,19 @@ def look_at_memory(rank: Any, tensor: Tensor, x: Tensor) -> dict:
         settle()
         recording.mark("whole")
         y = (x @ weight.T).sum()  # autograd keeps the view
+        storage = weight.untyped_storage()  # which it keeps alive by this
         unit.free()
         settle()
         recording.mark("freed")
+        left = storage.nbytes()
+        del storage
         unit.gather()
         y.backward()
         unit.free()
         weight.grad = None
         settle()
         recording.mark("in the end")
-    return {"recording": recording, "gradient": x.grad.clone()}
+    return {"recording": recording, "gradient": x.grad.clone(), "left": left}
 
 
 def observe_memory(trial: Trial) -> SimpleNamespace:
@@ -225,14 +228,29 @@ def freed_memory_is_gone(trial: Trial) -> None:
             ("in the end", "after the last free()"),
         ):
             alive = recording.alive(when)
+            elsewhere = when == "freed" and result["left"] <= SMALL
             trial.require(
                 alive <= 1.1 * share + SMALL,
                 f"{told} {alive:,} bytes are alive on it: the weight is {seen.size:,}, a share {share:,}",
-                help="Views of a storage share its memory: `tensor.untyped_storage().resize_(0)` gives it "
+                help="Let go of what a gather was made of: the piece that was sent, and those that came."
+                if elsewhere
+                else "Views of a storage share its memory: `tensor.untyped_storage().resize_(0)` gives it "
                 "back for all of them.",
                 rank=r,
-                cause="the whole weight is still there" if alive >= seen.size else "",
+                cause=beside(alive - share, share, seen.size)
+                if elsewhere
+                else "the whole weight is still there"
+                if alive >= seen.size
+                else "",
             )
+
+
+def beside(kept: int, share: int, size: int) -> str:
+    """What is alive besides the share where the weight's own memory was given back."""
+    sizes = {share: "one more share: a copy of it", size: "all pieces together: those that were received"}
+    near = [words for bytes, words in sizes.items() if abs(kept - bytes) <= SMALL]
+    told = f", as much as {near[0]}, say" if near else ""
+    return f"the weight's own memory was given back; {kept:,} bytes are kept beside it{told}"
 
 
 @check("ShardedUnit", world_sizes=(2, 4), subgroup=False)

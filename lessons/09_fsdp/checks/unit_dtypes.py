@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check
+from grader.checks import Recording, Trial, check
 
 from .unit import TIMES
 from .units import SHAPES, copies, make_parameters, num_bytes
@@ -26,6 +26,7 @@ def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
         "dtypes": [str(p.dtype) for p in given],
         "values": [copy.double() for copy in copies(given)],
         "recording": recording,
+        "device": rank.device.type,
     }
     unit.free()
     with torch.no_grad():
@@ -83,7 +84,24 @@ def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gat
 def every_parameter_keeps_its_dtype(trial: Trial) -> None:
     """Parameters of several dtypes in one unit keep them, in their shards and gathered."""
     tensors = mixed_tensors(trial)
-    require_dtypes(trial, trial.run(mix, tensors, False), tensors, None)
+    results = trial.run(mix, tensors, False)
+    for r, result in enumerate(results):
+        if result["device"] == "cpu":  # NCCL's collectives end without anybody who waits
+            require_all_waited(trial, r, result["recording"])
+    require_dtypes(trial, results, tensors, None)
+
+
+def require_all_waited(trial: Trial, rank: int, recording: Recording) -> None:
+    """When gather() returns, everything that it has started was waited for."""
+    started, waited = recording.count(), recording.waits()
+    trial.require(
+        waited >= started,
+        f"gather() of parameters of several dtypes has waited for {waited} of the {started} communications "
+        "that it has started",
+        help="Keep the handle of each all-gather, and call wait() of every one.",
+        rank=rank,
+        cause="the others may still be on their way: the weights are right where these happen to be early",
+    )
 
 
 @check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
