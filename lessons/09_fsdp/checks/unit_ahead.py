@@ -35,6 +35,9 @@ exercise(
 )
 
 
+BEHIND_BLOCK_0 = "units[-1] is the last block's"
+
+
 def observe_ahead(trial: Trial) -> SimpleNamespace:
     return observe(trial, 3)
 
@@ -111,16 +114,24 @@ def require_next(
     trial: Trial, rank: int, asked: list[tuple[str, int]], way: str, told: str, order: list[int]
 ) -> None:
     """Before a block computes, start_gather() is called of no unit but its own and those beside it."""
-    for before, number in pairwise(order):
-        others = {unit for mark, unit in asked if mark == f"{way} {before}" and abs(unit - number) > 1}
+    by_block = {n: {u for mark, u in asked if mark == f"{way} {before}"} for before, n in pairwise(order)}
+    for number in order[1:]:
+        others = {unit for unit in by_block[number] if abs(unit - number) > 1}
+        wraps = number == order[-1] and others == {order[0]}
+        same = all(others <= by_block[n] for n in order[1:-1])  # the last block may send for none
         trial.require(
             not others,
             f"before block {number} computes its {told}, unit {min(others, default=0)} is sent for",
-            help=f"In {told} the unit that comes next is that of the block next to this one.",
+            help=f"For block {number} start none: it is the last one in {told}."
+            if wraps
+            else f"In {told} the unit that comes next is that of the block next to this one.",
             rank=rank,
             cause="it is the same unit before each block: a function that is made in a loop looks a variable "
             "of the loop up when it is called, and finds that of the last round"
-            if others == {max(order)} or others == {min(order)}
+            if len(others) == 1 and same
+            else f"nothing comes after block {number} in {told}, and the count begins anew"
+            + (f": {BEHIND_BLOCK_0}" if number == 0 else "")
+            if wraps
             else "",
         )
 
@@ -164,7 +175,7 @@ def two_units_at_most(trial: Trial) -> None:
             f"when backward has come to block 0, {by_then:.2g} gathers were started, for {NUM_BLOCKS} blocks",
             help="For block 0, start none.",
             rank=r,
-            cause="one was started behind block 0, where nothing comes: units[-1] is the last block's",
+            cause=f"one was started behind block 0, where nothing comes: {BEHIND_BLOCK_0}",
         )
     require_backward(trial, seen, ahead=1)
     require_freed(trial, seen, {"after": "after backward"}, 2, "Free what was gathered and not used.")
