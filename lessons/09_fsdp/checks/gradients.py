@@ -252,14 +252,24 @@ def observe_memory_in_training(trial: Trial) -> SimpleNamespace:
     return observe_memory(trial, training=True)
 
 
+def observed_in(trial: Trial, training: bool) -> SimpleNamespace:
+    return trial.once(observe_memory_in_training if training else observe_memory)
+
+
 SIZE = NUM_LAYERS * LAYER_BYTES
+IN_EVERY_BACKWARD = "Reduce in every backward, whatever self.training is: with eval() alone, too."
 
 
 @check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def a_share_of_the_gradients_is_left(trial: Trial) -> None:
     """After backward a rank holds its share of the gradients, P/n numbers, and nothing of the others'."""
+    require_in_evaluation(partial(require_share_left, trial), help=IN_EVERY_BACKWARD)
+
+
+def require_share_left(trial: Trial, training: bool) -> None:
+    """Of a model in this mode."""
     n = trial.num_ranks
-    for r, result in enumerate(trial.once(observe_memory).results):
+    for r, result in enumerate(observed_in(trial, training).results):
         held = result["recording"].alive("step") - result["recording"].alive("forward")
         trial.require(
             held <= SIZE // n + LAYER_BYTES + SMALL,
@@ -283,15 +293,13 @@ def in_one_piece(recording: Any) -> str:
 @check("ShardedGradients", world_sizes=(2, 4), subgroup=False)
 def gradients_leave_during_backward(trial: Trial) -> None:
     """Gradients are reduced and freed while backward goes on: all of them are never there at once."""
-    require_in_evaluation(partial(require_leaving, trial))
+    require_in_evaluation(partial(require_leaving, trial), help=IN_EVERY_BACKWARD)
 
 
 def require_leaving(trial: Trial, training: bool) -> None:
     """Of a model in this mode."""
     n = trial.num_ranks
-    for r, result in enumerate(
-        trial.once(observe_memory_in_training if training else observe_memory).results
-    ):
+    for r, result in enumerate(observed_in(trial, training).results):
         recording = result["recording"]
         sent = [event.index for event in recording.select(after="backward")]
         trial.require(

@@ -129,6 +129,8 @@ class Rule:
     combine: Callable[[list[Tensor]], Tensor] = mean
     first_counts: float = 1.0
     """How often, in the sum of the first step's backward passes."""
+    averages_passes: bool = False
+    """Whether a step's backward passes are averaged, where they add up."""
     forgets: bool = True
     """Whether zero_grad() does anything."""
     steps_each: int = 1
@@ -165,6 +167,8 @@ def whole_batch(
             nonlocal turn
             losses = [model(*batches[turn])[1] for batches in by_rank]
             times = rule.first_counts if turn == 0 else 1.0
+            if rule.averages_passes and turn < PASSES[0]:
+                times /= PASSES[0]
             turn += 1
             return None, times * rule.combine(losses)
 
@@ -203,9 +207,11 @@ TWICE = (
 
 
 LOST = "the first backward pass is lost: the second one's gradient replaced its own"
+AVERAGED = "a step's two backward passes are averaged, where their gradients add up"
 DECAYED = "it has no gradient, and decayed: AdamW was given one of zeros"
 STEPS = {
     LOST: "Add to what the pass before has left, where = stands.",
+    AVERAGED: "Add the new mean over the ranks to the old one, and divide their sum by nothing.",
     DECAYED: "Give the optimizer None where there is no gradient: for a parameter that this pass has not "
     "used, whatever else is in its bucket, and for one that zero_grad() has cleared.",
 }
@@ -217,6 +223,7 @@ def rules_of_passes(n: int) -> dict[str, list[Rule]]:
     rules = {
         LOST: Rule(first_counts=0),
         TWICE: Rule(first_counts=2),
+        AVERAGED: Rule(averages_passes=True),
         "the last step's gradient is still there: zero_grad() did not forget it": Rule(forgets=False),
         "the optimizer stepped twice where one step belongs": Rule(steps_each=2),
     }
