@@ -257,7 +257,9 @@ def observed_in(trial: Trial, training: bool) -> SimpleNamespace:
 
 
 SIZE = NUM_LAYERS * LAYER_BYTES
-IN_EVERY_BACKWARD = "Reduce in every backward, whatever self.training is: with eval() alone, too."
+IN_EVERY_BACKWARD = (
+    "Reduce in every backward, whatever self.training is: one may follow in evaluation mode, too."
+)
 
 
 @check("ShardedGradients", world_sizes=(2, 4), subgroup=False)

@@ -219,6 +219,9 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             ),
             ONE_ROOT,
         ),
+        "roots are added up, of each parameter's squares or of those that are cut alike": Fault(
+            sum(root(x) for x in squares.values()), ONE_ROOT
+        ),
         "the norm of each gradient is rounded to the gradient's dtype before it is squared": Fault(
             root(
                 sum(

@@ -1,6 +1,7 @@
 """Checks of `group_along`: which ranks differ in one coordinate alone."""
 
 import math
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,12 +56,12 @@ def observe(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(calls=calls, results=trial.run(probe, calls)[0])
 
 
-def seen_lists(trial: Trial) -> SimpleNamespace:
-    """What was seen, if all answers are lists."""
+def seen_lists(trial: Trial, wanted: Any = lambda *call: True) -> SimpleNamespace:
+    """What was seen, if the answers to the calls that are wanted are lists."""
     seen = trial.once(observe)
     for (rank, sizes, dim), result in zip(seen.calls, seen.results, strict=True):
         trial.require(
-            result["answer"] is not None,
+            result["answer"] is not None or not wanted(rank, sizes, dim),
             f"group_along({rank}, {sizes}, {dim!r}) gave {result['kind']}, where a list belongs",
             help="Return a list of ranks.",
         )
@@ -89,12 +90,21 @@ def cause(seen: SimpleNamespace) -> str:
         "the coordinates along the dimensions further in are lost: the group lies where they are 0": (
             lambda r, s, d: ranks_along(r // within(s, d) * within(s, d), s, d)
         ),
+        "a rank's number is put together of its coordinates with the size of the dimension that was asked "
+        "for, where the size of each belongs": joined_by_one_size,
     }
-    answers = [tuple(result["answer"]) for result in seen.results]
+    answers = [tuple(result["answer"] or ()) for result in seen.results]
     for words, slip in slips.items():
         if all(given == slip(*call) for given, call in zip(answers, seen.calls, strict=True)):
             return words
     return ""
+
+
+def joined_by_one_size(rank: int, sizes: Sizes, dim: str) -> tuple[int, ...]:
+    """A group whose ranks' numbers are made of coordinates as if all dimensions had this one's size."""
+    own = {name: coordinate(rank, sizes, name) for name in sizes}
+    digits = [[own[name] if name != dim else i for name in sizes] for i in range(sizes[dim])]
+    return tuple(reduce(lambda number, digit: number * sizes[dim] + digit, each, 0) for each in digits)
 
 
 def line(number: int, sizes: Sizes, dim: str) -> tuple[int, ...]:
@@ -115,7 +125,7 @@ def coordinate(rank: int, sizes: Sizes, dim: str) -> int:
 
 
 def require(trial: Trial, wanted: Any, help: str) -> None:
-    seen = seen_lists(trial)
+    seen = seen_lists(trial, wanted)
     for call, result in zip(seen.calls, seen.results, strict=True):
         rank, sizes, dim = call
         right = list(ranks_along(*call))
