@@ -212,6 +212,14 @@ def gradients_are_the_means(trial: Trial) -> None:
     for each in seen.on_machines:
         everyone = range(trial.num_ranks)
         inside = [groups_of(each.machines, r)[0] for r in everyone]
+        alone = all(
+            is_close(result["gradients"][name], of_ranks(row, name))
+            for name in own[0][0]
+            for result, row in zip(each.results, inside, strict=True)
+        )
+        told_alone = (
+            "nothing was averaged across machines" if alone else "it was not averaged across machines"
+        )
         for name in own[0][0]:
             right, first = of_ranks(everyone, name), of_ranks(everyone, name, 1)
             trial.close(
@@ -219,7 +227,7 @@ def gradients_are_the_means(trial: Trial) -> None:
                 [result["gradients"][name] for result in each.results],
                 right,
                 alternatives={
-                    "it is the mean of its own machine: nothing was averaged across machines": Fault(
+                    f"it is the mean of its own machine: {told_alone}": Fault(
                         [of_ranks(row, name) for row in inside], WHEN_OVER
                     ),
                     LATE: Fault(

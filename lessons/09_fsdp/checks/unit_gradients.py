@@ -47,6 +47,8 @@ def reduce_twice(rank: Any, tensors: list[Tensor], first: list[Tensor], second: 
     seen["left"] = [parameter.grad is not None for parameter in given]
     seen["frozen"] = unit.shards[FROZEN].grad is not None
     seen["dtypes"] = [str(shard.grad.dtype) for shard in unit.shards if shard.grad is not None]
+    seen["none"] = [shard.numel() > 0 and shard.grad is None for shard in unit.shards]
+    seen["has"] = [shard.numel() > 0 and shard.grad is not None for shard in unit.shards]
     once = [None if shard.grad is None else shard.grad.clone() for shard in unit.shards]
     with rank.record() as silence:
         rank.submission.reduce_gradients(unit)  # all are dropped: nothing is left to do
@@ -88,16 +90,41 @@ def skipped(seen: SimpleNamespace) -> bool:
     )
 
 
+FILL_IN = "Fill in zeros where a gradient is None, and return only where all of them are."
+
+
+def require_a_gradient(trial: Trial, seen: SimpleNamespace) -> None:
+    """Where a parameter has a gradient, the .grad of its shard is not None."""
+    trained = [i for i in range(len(SHAPES)) if i not in (FROZEN, MISSING)]
+    left_out = [i for i in trained if not any(result["has"][i] for result in seen.results)]
+    cause, help = "", "shard.grad = mean, or shard.grad + mean where there is one already."
+    if skipped(seen):
+        cause, help = SKIPPED, FILL_IN
+    elif left_out == [i for i in trained if i > FROZEN]:
+        cause = f"what comes after parameter {FROZEN}, which is frozen, is left out; what comes before is not"
+        help = "Pass over a frozen parameter by continue: return or break ends the loop."
+    for r, result in enumerate(seen.results):
+        for i in trained:
+            trial.require(
+                not result["none"][i],
+                f"unit.shards[{i}].grad is None, and unit.parameters[{i}] had a gradient",
+                help=help,
+                rank=r,
+                cause=cause,
+            )
+
+
 @check("reduce_gradients")
 def shards_get_the_mean(trial: Trial) -> None:
     """The shards' `.grad` are this rank's share of the mean of all ranks' gradients."""
     seen, n = trial.once(observe), trial.num_ranks
+    require_a_gradient(trial, seen)
     for i, shape in enumerate(SHAPES):
         own = by_parameter(seen.first, i)
         alternatives = {
             "it is the sum of the ranks' gradients: divide by the number of ranks": own.sum(0),
             "it is rank 0's gradient": own[0],
-            SKIPPED if skipped(seen) else "it is nothing": torch.zeros_like(own[0]),
+            SKIPPED if skipped(seen) else "it is zero": torch.zeros_like(own[0]),
         }
         found = [result["once"][i] for result in seen.results]
         parts = all(bool((own == each).any(0).all()) for each in found if each.shape == own.shape[1:])
@@ -108,7 +135,7 @@ def shards_get_the_mean(trial: Trial) -> None:
             found,
             own.mean(0),
             alternatives=alternatives if n > 1 else {},
-            help="Fill in zeros where a gradient is None, and return only where all of them are."
+            help=FILL_IN
             if skipped(seen)
             else "Reduce-scatter sums, in rows of one size: pad, divide by n, cut the padding off.",
         )

@@ -159,6 +159,10 @@ def observe_forward(trial: Trial) -> SimpleNamespace:
     return observe(trial, 1)
 
 
+def observe_forward_in_training(trial: Trial) -> SimpleNamespace:
+    return observe(trial, 1, training=True)
+
+
 def observe_backward(trial: Trial) -> SimpleNamespace:
     return observe(trial, 2)
 
@@ -281,7 +285,13 @@ def require_freed(trial: Trial, seen: Any, moments: dict[str, str], shares: int,
 @check("gather_in_forward")
 def outputs_are_the_dense_blocks(trial: Trial) -> None:
     """The blocks compute what they do with the whole weights, each time with those of the shards by then."""
-    require_outputs(trial, trial.once(observe_forward))
+    require_in_evaluation(
+        lambda training: require_outputs(
+            trial, trial.once(observe_forward_in_training if training else observe_forward)
+        ),
+        "a forward",
+        "Free after each forward, whatever block.training is.",
+    )
 
 
 @check("gather_in_forward", world_sizes=(2, 3), subgroup=False)
