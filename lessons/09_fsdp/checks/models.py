@@ -35,6 +35,14 @@ class Odd(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Roomy(Odd):
+    """The same, and no parameter has fewer numbers than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.idle, self.pair = (nn.Parameter(torch.randn(7)) for _ in range(3))
+
+
 class Chain(nn.Module):
     """Twelve equal layers, 1024 bytes of weights each."""
 

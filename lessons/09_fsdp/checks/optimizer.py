@@ -1,5 +1,6 @@
 """Checks of `ShardedOptimizer`: the steps of one process, with a share of the state on each rank."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from grader.checks import Trial, check, exercise, settle, storage_bytes, tensors_in
+from grader.checks import CheckEnded, Trial, Verdict, check, exercise, settle, storage_bytes, tensors_in
 
-from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, bytes_of, draw
+from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, Roomy, build, bytes_of, draw
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
 from .training import KINDS, PASSES, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled
@@ -34,7 +35,9 @@ exercise(
 )
 
 
-def train_on_ranks(rank: Any, seed: int, kinds: list[str], batches: list[tuple[Tensor, Tensor]]) -> dict:
+def train_on_ranks(
+    rank: Any, roomy: bool, seed: int, kinds: list[str], batches: list[tuple[Tensor, Tensor]]
+) -> dict:
     """By kind: the weights at the end and after the first step, and what each step told."""
     result: dict[str, Any] = {}
 
@@ -42,7 +45,7 @@ def train_on_ranks(rank: Any, seed: int, kinds: list[str], batches: list[tuple[T
         return rank.submission.ShardedOptimizer(params, optimizer_class, rank.group, **settings)
 
     for kind in kinds:
-        model = build(Odd, seed, torch.float64).to(rank.device)
+        model = build(Roomy if roomy else Odd, seed, torch.float64).to(rank.device)
         steps = train(model, batches, kind, sharded, look_at=model)
         result[kind] = {
             "weights": steps[-1].weights,
@@ -53,10 +56,25 @@ def train_on_ranks(rank: Any, seed: int, kinds: list[str], batches: list[tuple[T
     return result
 
 
+EMPTY_SHARE = (
+    "a parameter has fewer numbers than there are ranks, and the share of some rank is empty. Where each "
+    "rank has a number of every parameter, all of this runs to its end"
+)
+SAME_CALLS = "A rank whose share is empty makes the same calls as the others: pad it, and leave none out."
+
+
 def observe_training(trial: Trial) -> SimpleNamespace:
     seed, by_rank = trial.seed(), draw(trial, sum(PASSES))
     kinds = KINDS if trial.layout.world_size == 2 else KINDS[:2]
-    results = trial.run(train_on_ranks, seed, list(kinds), per_rank=[(batches,) for batches in by_rank])
+    per_rank = [(batches,) for batches in by_rank]
+    try:
+        results = trial.run(train_on_ranks, False, seed, list(kinds), per_rank=per_rank)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and trial.num_ranks > 1:
+            with suppress(CheckEnded):
+                trial.run(train_on_ranks, True, seed, list(kinds), per_rank=per_rank)
+                end.cause, end.help = EMPTY_SHARE, SAME_CALLS
+        raise
     return SimpleNamespace(results=results, seed=seed, by_rank=by_rank)
 
 
