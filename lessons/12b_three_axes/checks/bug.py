@@ -50,14 +50,14 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 
 def uneven(trial: Trial) -> SimpleNamespace:
-    """All ranks along data, the first with a row more: a batch that the ranks do not divide."""
+    """All ranks along data, the first with a row more, every target of which counts."""
     return observed(trial, [{"data": trial.num_ranks, "context": 1, "tensor": 1}], more=1)
 
 
 def observed(trial: Trial, plans: list[Sizes], more: int = 0) -> SimpleNamespace:
     """Places along "data" count different numbers of targets; ranks with the same rows have the same.
 
-    The first place has so many rows more than the others.
+    The first place has so many rows more than the others, and counts all of its targets if it has any more.
     """
     drawn = []
     for sizes in plans:
@@ -65,8 +65,9 @@ def observed(trial: Trial, plans: list[Sizes], more: int = 0) -> SimpleNamespace
         for slot in range(sizes["data"] * sizes.get(APART, 1)):  # one mesh's places, then the next one's
             rows = 2 + more * (slot == 0)
             targets = trial.tokens(20, rows, 40)
-            targets[:, : 1 + 5 * slot] = -1
-            targets[0, -trial.integer(1, 9) :] = -1
+            if rows == 2:
+                targets[:, : 1 + 5 * slot] = -1
+                targets[0, -trial.integer(1, 9) :] = -1
             shares.append((trial.normal(rows, 40, 20, dtype=torch.float64), targets))
         drawn.append(shares)
     by_rank = [
@@ -245,7 +246,7 @@ def on_data_alone_it_is_weighed_by_targets(trial: Trial) -> None:
 
 @check("weighed_loss", world_sizes=(2, 3))
 def ranks_may_have_different_numbers_of_rows(trial: Trial) -> None:
-    """Where the first rank has a row more, each counts as much as it has targets that count."""
+    """Where the first rank has a row more, and no -1, each counts as much as it has targets that count."""
     seen, n = trial.once(uneven), trial.num_ranks
     rows = [targets.size(0) for _, targets in seen.drawn[0]]
 
@@ -256,10 +257,21 @@ def ranks_may_have_different_numbers_of_rows(trial: Trial) -> None:
         fractions = [count / many for count, many in zip(counts, rows, strict=True)]
         return fractions[p] * n / sum(fractions)
 
+    def without_the_smallest(counts: list[int], p: int, sizes: dict[str, int]) -> float:
+        firsts = [targets.min() for _, targets in seen.drawn[0]]
+        fewer = [
+            count - int((targets == first).sum()) * int(first >= 0)
+            for count, first, (_, targets) in zip(counts, firsts, seen.drawn[0], strict=True)
+        ]
+        return fewer[p] * n / sum(fewer)
+
     slips = {
         "it is weighed by the number of rows, or of all targets, those of -1 too": by_rows,
         "it is weighed by what fraction of its targets counts, and one rank has a row more: how many count "
         "is what matters": by_fraction,
+        "the smallest target is left out, as if it were -1; on a rank without -1 it is a word": (
+            without_the_smallest
+        ),
     }
     trial.close(
         f"{LOSS}, where the ranks have {' and '.join(map(str, rows))} rows,",

@@ -38,7 +38,12 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 
 The first is alone in being cut so, and most ranks have nothing of it.
 """
-KINDS = {"float32": torch.float32, "float64": torch.float64, "float16 of hundreds": torch.float16}
+KINDS = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16 of hundreds": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 ALONE = "float32, one number in all"
 """A model of which most ranks have no gradient at all."""
 
@@ -232,7 +237,8 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             ),
             "Widen the gradient before you take its norm: gradient.double().",
         ),
-        "squares are taken, and added up, in the gradient's own dtype: float16 ends at 65,504": Fault(
+        "squares are taken, and added up, in the gradient's own dtype, which has too few digits, or ends too "
+        "early: float16 at 65,504": Fault(
             root(
                 sum(
                     part.square().sum().double()
@@ -300,7 +306,7 @@ def every_number_counts_once(trial: Trial) -> None:
 
 @check("gradient_norm")
 def squares_are_added_up_in_float32(trial: Trial) -> None:
-    """Gradients of float64, and of float16 whose squares float16 can not hold, have the right norm too."""
+    """Gradients of float64, bfloat16, and float16 whose squares it can not hold have the right norm, too."""
     require_norm(trial, tuple(KINDS), "gradient.float() before it is squared, or wider.")
 
 
