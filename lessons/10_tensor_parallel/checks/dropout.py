@@ -29,6 +29,9 @@ ALIKE = 5
 ASLEEP = 3
 """Which mask is that of a dropout that was in eval mode when it was given."""
 
+OWNED = 4
+"""Which mask is that of a dropout that had a generator of its rank's own."""
+
 MANY = 30
 """Dropouts of a model of some layers, of which no two may draw alike."""
 
@@ -48,10 +51,14 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
     second = rank.submission.share_dropout(second, rank.group, rank.device)
     seeds = [seed_of(each) for each in (first, second)]
     asleep = rank.submission.share_dropout(Dropout(probability).eval(), rank.group, rank.device).train()
+    owned = Dropout(probability)
+    owned.generator = torch.Generator(rank.device).manual_seed(seed)
+    owned = rank.submission.share_dropout(owned, rank.group, rank.device)
     ones = torch.ones(*shape, device=rank.device)
     with rank.record() as recording:
-        masks = [first(ones), first(ones), second(ones), asleep(ones)]
+        masks = [first(ones), first(ones), second(ones), asleep(ones), owned(ones)]
     found = {
+        "returned": [returns_what_it_is_given(rank, p) for p in (probability, 0.0)],
         "masks": masks,
         "recording": recording,
         "seeded alike": seeds[0] == seeds[1],
@@ -64,6 +71,11 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
         "repeated": repeated(rank),
     }
     return {**found, "seeded by the stream": seeds[0] != found["alike"].pop("seed")}
+
+
+def returns_what_it_is_given(rank, probability: float) -> bool:
+    given = Dropout(probability)
+    return rank.submission.share_dropout(given, rank.group, rank.device) is given
 
 
 def seed_of(dropout: Dropout) -> Any:
@@ -109,11 +121,18 @@ def observe_dropout(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(results=results, probability=probability, shape=shape)
 
 
+SPECIAL = {
+    ASLEEP: "this one was in eval mode when it was given to share_dropout; the others are right",
+    OWNED: "this one had a generator of its rank's own before, and has it still; the others are right",
+}
+"""Of some masks, why they alone differ."""
+
+
 @check("share_dropout")
 def mask_is_the_same_on_every_rank(trial: Trial) -> None:
     """Every rank drops the same elements, though the ranks are seeded differently."""
     seen = trial.once(observe_dropout)
-    for number in range(ASLEEP + 1):
+    for number in range(OWNED + 1):
         masks = [masks[number] for masks in each_rank(seen, "masks")]
         for rank, mask in enumerate(masks):
             trial.require(
@@ -121,11 +140,11 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
                 f"ranks 0 and {rank} dropped different elements of the same tensor",
                 help="p alone says whether a generator is needed: a dropout in eval mode may train later."
                 if number == ASLEEP
+                else "Give it another generator, whatever it has."
+                if number == OWNED
                 else "Seed the generator with a number that every rank received from the group's rank 0.",
                 rank=rank,
-                cause="this one was in eval mode when it was given to share_dropout; the others are right"
-                if number == ASLEEP
-                else "",
+                cause=SPECIAL.get(number, ""),
             )
 
 
@@ -143,7 +162,7 @@ def why_alike(result: dict) -> str:
 @check("share_dropout")
 def mask_is_random(trial: Trial) -> None:
     """The mask changes from call to call, and from one dropout to the next."""
-    first, later, other, _ = trial.once(observe_dropout).results[0]["masks"]
+    first, later, other, *_ = trial.once(observe_dropout).results[0]["masks"]
     trial.require(
         not torch.equal(first, later),
         "two calls of one dropout dropped the same elements",
@@ -162,6 +181,19 @@ def mask_is_random(trial: Trial) -> None:
         help="Draw the seed out of many numbers: dropout.generator.manual_seed takes 64 bits.",
         cause="there are few different seeds to draw",
     )
+
+
+@check("share_dropout")
+def the_given_dropout_is_shared(trial: Trial) -> None:
+    """It returns the dropout that it was given, also one that drops nothing."""
+    for rank, result in enumerate(trial.once(observe_dropout).results):
+        for which, is_given in zip(("", " with p = 0"), result["returned"], strict=True):
+            trial.require(
+                is_given,
+                f"what it returns is not the dropout{which} that it was given",
+                help="Set its `generator`, and return it: who calls may keep the one or the other.",
+                rank=rank,
+            )
 
 
 @check("share_dropout", world_sizes=(2,), subgroup=False)
