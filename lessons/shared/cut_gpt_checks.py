@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import Fault, Trial, each_rank, parts, stand_alone, weights_of
+from grader.checks import CheckEnded, Fault, Trial, each_rank, is_close, parts, stand_alone, weights_of
 from nanogpt.model import GPT, GPTConfig
 
 from .cut_gpt import (
@@ -22,6 +22,7 @@ from .cut_gpt import (
     train,
 )
 from .cut_gpt_runs import sampling_probe, training_probe
+from .evaluation import later_is_right
 from .passes import CLEARED, after_zero_grad
 
 
@@ -137,7 +138,7 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             f"{what} in evaluation under no_grad, with targets by name, targets=..., ({seen.name})",
             each_rank(seen, key),
             each_rank(seen, same_as),
-            help="Whether there are targets decides what is returned, and no mode of the model. A forward "
+            help="What is computed and returned depends on the targets, and on no mode of the model. A forward "
             "hook is not given what has a name in the call: the loss that comes back tells.",
         )
     ranges = ranges_of(seen)
@@ -147,6 +148,29 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             [logits[..., :size] for logits, (_, size) in zip(each_rank(seen, "logits"), ranges, strict=True)],
             own_words(seen, ranges, seen.logits, -1),
         )
+
+
+def later_loss_is_right(trial: Trial, seen: SimpleNamespace) -> None:
+    """The loss of a later, longer call in evaluation, where that of one of the same lengths is right."""
+    pairs = zip(each_rank(seen, "quiet loss"), each_rank(seen, "loss"), strict=True)
+    if all(isinstance(x, Tensor) and isinstance(y, Tensor) and is_close(x, y) for x, y in pairs):
+        later_is_right(trial, f"the loss ({seen.name})", each_rank(seen, "longer"), seen.longer)
+
+
+def gradients_are_those_of_training(trial: Trial, seen: SimpleNamespace) -> None:
+    """A backward after eval() gives what one before gives: nothing is dropped in these models."""
+    trained, evaluated = (each_rank(seen, key) for key in ("gradients", "gradients in evaluation"))
+    for name in trained[0]:
+        try:
+            trial.close(
+                f"the gradient of {name} in evaluation ({seen.name})",
+                [gradients.get(name) for gradients in evaluated],
+                [gradients.get(name) for gradients in trained],
+            )
+        except CheckEnded as end:
+            end.cause = "it is another one than in training, and no dropout drops anything: the mode decides"
+            end.help = "eval() switches dropout off, and no gradient: ask no module for its `training`."
+            raise
 
 
 def table_gradients_are_right(trial: Trial, seen: SimpleNamespace, which: str, passes: float) -> None:

@@ -50,6 +50,11 @@ def passes(
     in_training = local(model(idx)[0].detach())
     model.eval()
     in_evaluation = local(model(idx)[0].detach())
+    if twice:
+        model.zero_grad()
+        with noted("it was a backward in evaluation mode, after eval()"):
+            model(idx, targets)[1].backward()
+        held["gradients in evaluation"] = gradients_of(model)
     with torch.no_grad():
         last, none = model(idx)
         quiet, quiet_loss = model(idx=idx, targets=targets)  # a forward hook sees no argument with a name

@@ -21,6 +21,8 @@ from lessons_shared.cut_gpt import (
 from lessons_shared.cut_gpt_checks import (
     attentions,
     given_one_is_changed,
+    gradients_are_those_of_training,
+    later_loss_is_right,
     logits_are_right,
     matrices_are_cut,
     sampling_is_right,
@@ -30,7 +32,6 @@ from lessons_shared.cut_gpt_checks import (
 )
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 from lessons_shared.cut_gpt_slips import losses_of_slips
-from lessons_shared.evaluation import later_is_right
 from lessons_shared.passes import BOTH, CLEARED, require_after_clearing
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, where, wire_bytes
@@ -103,7 +104,7 @@ def model_loss_is_the_dense_one(trial: Trial) -> None:
                 **losses_of_slips(dense_model(seen.config, seen.weights), seen.idx, seen.targets, n),
             },
         )
-        later_is_right(trial, f"the loss ({seen.name})", each_rank(seen, "longer"), seen.longer)
+        later_loss_is_right(trial, seen)
 
 
 @check("tensor_parallelize")
@@ -255,6 +256,13 @@ def shard_gradients_are_the_dense_models(trial: Trial) -> None:
                     [fused_of(g, prefix) for g in each_rank(seen, "gradients")],
                     [heads_of(gradient, rank, n)[order] for rank, order in enumerate(orders)],
                 )
+
+
+@check("tensor_parallelize")
+def gradients_are_the_same_in_evaluation(trial: Trial) -> None:
+    """A backward in evaluation mode gives the gradients that one in training gives."""
+    for seen in trial.once(observe_model):
+        gradients_are_those_of_training(trial, seen)
 
 
 @check("tensor_parallelize")

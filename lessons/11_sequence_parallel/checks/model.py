@@ -11,6 +11,8 @@ from lessons_shared.cut_gpt import cut_dim, dense_model, drawn_weights, local, s
 from lessons_shared.cut_gpt_checks import (
     attentions,
     given_one_is_changed,
+    gradients_are_those_of_training,
+    later_loss_is_right,
     logits_are_right,
     matrices_are_cut,
     sampling_is_right,
@@ -20,7 +22,6 @@ from lessons_shared.cut_gpt_checks import (
 )
 from lessons_shared.cut_gpt_runs import built
 from lessons_shared.cut_gpt_slips import BIASES, losses_of_slips
-from lessons_shared.evaluation import later_is_right
 from lessons_shared.passes import BOTH, CLEARED
 from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, wire_bytes
@@ -74,7 +75,7 @@ def sequence_parallel_loss_is_the_dense_one(trial: Trial) -> None:
             "in order, with "
             "their own positions?",
         )
-        later_is_right(trial, f"the loss ({seen.name})", each_rank(seen, "longer"), seen.longer)
+        later_loss_is_right(trial, seen)
 
 
 @check("sequence_parallelize")
@@ -121,6 +122,13 @@ def gradients_of_two_passes_add_up(trial: Trial) -> None:
         for which, passes in (("twice", BOTH), *((name, 1) for name in CLEARED)):
             block_gradients_are_right(trial, seen, which, passes)
             table_gradients_are_right(trial, seen, which, passes)
+
+
+@check("sequence_parallelize", world_sizes=FEWER)
+def gradients_are_the_same_in_evaluation(trial: Trial) -> None:
+    """A backward in evaluation mode gives the gradients that one in training gives."""
+    for seen in trial.once(observe_model)[:1]:
+        gradients_are_those_of_training(trial, seen)
 
 
 @check("sequence_parallelize")
