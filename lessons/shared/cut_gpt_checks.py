@@ -138,8 +138,8 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             f"{what} in evaluation under no_grad, with targets by name, targets=..., ({seen.name})",
             each_rank(seen, key),
             each_rank(seen, same_as),
-            help="What is computed and returned depends on the targets, and on no mode of the model. A forward "
-            "hook is not given what has a name in the call: the loss that comes back tells.",
+            help="What is computed and returned depends on the targets, and on no mode of the model. A "
+            "forward hook is not given what has a name in the call: the loss that comes back tells.",
         )
     ranges = ranges_of(seen)
     if ranges is not None:
