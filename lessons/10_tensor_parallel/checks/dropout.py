@@ -123,7 +123,7 @@ def observe_dropout(trial: Trial) -> SimpleNamespace:
 
 SPECIAL = {
     ASLEEP: "this one was in eval mode when it was given to share_dropout; the others are right",
-    OWNED: "this one had a generator of its rank's own before, and has it still; the others are right",
+    OWNED: "this one had a generator of its rank's own before; the others are right",
 }
 """Of some masks, why they alone differ."""
 
