@@ -157,13 +157,14 @@ def later_loss_is_right(trial: Trial, seen: SimpleNamespace) -> None:
         later_is_right(trial, f"the loss ({seen.name})", each_rank(seen, "longer"), seen.longer)
 
 
-def gradients_are_those_of_training(trial: Trial, seen: SimpleNamespace) -> None:
+def gradients_are_those_of_training(
+    trial: Trial, trained: list[dict], evaluated: list[dict], told: str = ""
+) -> None:
     """A backward after eval() gives what one before gives: nothing is dropped in these models."""
-    trained, evaluated = (each_rank(seen, key) for key in ("gradients", "gradients in evaluation"))
     for name in trained[0]:
         try:
             trial.close(
-                f"the gradient of {name} in evaluation ({seen.name})",
+                f"the gradient of {name} in evaluation{told}",
                 [gradients.get(name) for gradients in evaluated],
                 [gradients.get(name) for gradients in trained],
             )

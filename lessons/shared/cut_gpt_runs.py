@@ -10,7 +10,7 @@ from grader.checks import BACKWARD, Trial
 from nanogpt.model import GPT, GPTConfig
 
 from .cut_gpt import dense_model, describe, drawn_weights, gradients_of, local, tied, train
-from .evaluation import LONGER, noted
+from .evaluation import EVALUATED, LONGER, noted
 from .passes import HALF, after_clearing
 
 
@@ -52,7 +52,7 @@ def passes(
     in_evaluation = local(model(idx)[0].detach())
     if twice:
         model.zero_grad()
-        with noted("it was a backward in evaluation mode, after eval()"):
+        with noted(EVALUATED):
             model(idx, targets)[1].backward()
         held["gradients in evaluation"] = gradients_of(model)
     with torch.no_grad():

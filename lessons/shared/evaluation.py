@@ -39,6 +39,7 @@ def noted(told: str) -> Iterator[None]:
         raise
 
 
+EVALUATED = "it was a backward in evaluation mode, after eval()"
 LONGER = "it was a later call, with other lengths: is something kept from the first one?"
 
 

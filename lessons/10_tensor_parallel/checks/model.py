@@ -262,7 +262,8 @@ def shard_gradients_are_the_dense_models(trial: Trial) -> None:
 def gradients_are_the_same_in_evaluation(trial: Trial) -> None:
     """A backward in evaluation mode gives the gradients that one in training gives."""
     for seen in trial.once(observe_model):
-        gradients_are_those_of_training(trial, seen)
+        trained, evaluated = (each_rank(seen, key) for key in ("gradients", "gradients in evaluation"))
+        gradients_are_those_of_training(trial, trained, evaluated, f" ({seen.name})")
 
 
 @check("tensor_parallelize")

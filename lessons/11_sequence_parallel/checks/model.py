@@ -128,7 +128,8 @@ def gradients_of_two_passes_add_up(trial: Trial) -> None:
 def gradients_are_the_same_in_evaluation(trial: Trial) -> None:
     """A backward in evaluation mode gives the gradients that one in training gives."""
     for seen in trial.once(observe_model)[:1]:
-        gradients_are_those_of_training(trial, seen)
+        trained, evaluated = (each_rank(seen, key) for key in ("gradients", "gradients in evaluation"))
+        gradients_are_those_of_training(trial, trained, evaluated, f" ({seen.name})")
 
 
 @check("sequence_parallelize")

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from grader.checks import CheckEnded, Event, Fault, Trial, Verdict, check, exercise, is_close
+from lessons_shared.cut_gpt import gradients_of
+from lessons_shared.cut_gpt_checks import gradients_are_those_of_training
 from lessons_shared.earlier import by_earlier_counts
-from lessons_shared.evaluation import HELP, LONGER, later_is_right, noted, without_gradients
+from lessons_shared.evaluation import EVALUATED, HELP, LONGER, later_is_right, noted, without_gradients
 from lessons_shared.passes import of_what_was_cleared
 from lessons_shared.wire import wire_bytes
 from nanogpt.model import GPT
@@ -65,19 +67,20 @@ IN_EVERY_MODE = "Cut tokens and positions in evaluation, too: a rank has its own
 def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[Tensor]) -> dict:
     """A recorded pass over the first targets, half the loss over the second, a fresh one over the third.
 
-    Then what comes in evaluation.
+    Then the same in evaluation mode: a pass over the first targets, and what comes under no_grad.
     """
-    model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
+    given = built(sizes, weights).to(rank.device)
+    model = rank.submission.context_parallelize(given, rank.group)
     before = [x.clone() for x in (idx, *all_targets)]
     with rank.record() as recording, Watch(sizes["length"], dims=3) as watch:
         logits, loss = model(idx, all_targets[0])
         forward, watch.long = watch.long, ""
         recording.mark(BACKWARD)
         loss.backward()
-    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    first = gradients_of(model)
     second_loss = model(idx, all_targets[1])[1]
     (0.5 * second_loss).backward()
-    both = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    both = gradients_of(model)
     third_loss = model(idx, all_targets[2])[1]
     model.zero_grad()
     try:
@@ -85,11 +88,16 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
     except RuntimeError as error:
         error.add_note(NO_GRAPH)
         raise
-    third = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    third = gradients_of(model)
+    model.eval().zero_grad()
+    with noted(EVALUATED):
+        model(idx, all_targets[0])[1].backward()
     with Watch(sizes["length"], dims=3) as watch_evaluation:
         found = in_evaluation(model, idx, all_targets, rank.group.size())
     return {
         **found,
+        "gradients in evaluation": gradients_of(model),
+        "given back": model is given,
         "logits": logits.detach() if isinstance(logits, Tensor) else None,
         "third": third,
         "losses": [x.detach() for x in (loss, second_loss, third_loss)],
@@ -105,7 +113,6 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
 
 def in_evaluation(model: nn.Module, idx: Tensor, all_targets: list[Tensor], n: int) -> dict:
     """The losses over the first targets, which come by name, and the third, and that of a shorter batch."""
-    model.eval()
     logits_by_place, last = without_gradients(lambda: model(idx, all_targets[2]))
     logits, loss = without_gradients(lambda: model(idx=idx, targets=all_targets[0]))
     with noted(LONGER), torch.no_grad():
@@ -352,6 +359,14 @@ def a_second_backward_adds_its_gradient(trial: Trial) -> None:
         "What a backward adds is summed over the ranks, once, and then added to .grad: a parameter's "
         "register_hook is given that, and not what is in .grad from before.",
     )
+
+
+@check("context_parallelize")
+def gradients_are_the_same_in_evaluation(trial: Trial) -> None:
+    """A backward in evaluation mode gives the gradients that one in training gives."""
+    results = trial.once(observe).results
+    first, evaluated = ([r[key] for r in results] for key in ("first", "gradients in evaluation"))
+    gradients_are_those_of_training(trial, first, evaluated)
 
 
 def largest_of(events: list[Event]) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from grader.checks import Fault, Trial, check
 from nanogpt.model import Dropout
 
+from .model import observe
 from .model_losses import built, dense, drawn, small_config, uneven
 from .shared import Watch
 
@@ -114,16 +115,16 @@ def training_curve_is_that_of_one_process(trial: Trial) -> None:
         )
 
 
-MODES = ("eval", "training")
+MODES = {"eval mode, under no_grad": False, "training mode, with gradients": True}
 
 
 def last_probe(rank, sizes: dict, weights: dict, idx: Tensor) -> dict:
     """By mode: the logits, whether there was a loss, and what was as long as the sequence. No dropout."""
     model = rank.submission.context_parallelize(built(sizes, weights).to(rank.device), rank.group)
     found = {}
-    for mode in MODES:
-        with torch.set_grad_enabled(mode == "training"), Watch(sizes["length"], dims=3) as watch:
-            logits, loss = model.train(mode == "training")(idx)
+    for mode, training in MODES.items():
+        with torch.set_grad_enabled(training), Watch(sizes["length"], dims=3) as watch:
+            logits, loss = model.train(training)(idx)
         logits = logits.detach() if isinstance(logits, Tensor) else None
         found[mode] = {"logits": logits, "loss": loss is not None, "long": watch.long}
     return found
@@ -161,7 +162,7 @@ def every_rank_can_sample(trial: Trial) -> None:
     results = trial.run(last_probe, sizes, weights, idx)
     for mode in MODES:
         trial.close(
-            f"what comes without targets in {mode} mode",
+            f"what comes without targets in {mode},",
             [result[mode]["logits"] for result in results],
             everywhere[:, [-1]],
             lambda: other_last_logits(everywhere, trial.num_ranks),
@@ -169,14 +170,26 @@ def every_rank_can_sample(trial: Trial) -> None:
         )
         for rank, result in enumerate(results):
             trial.require(
-                not result[mode]["loss"], f"without targets it returned a loss in {mode} mode", rank=rank
+                not result[mode]["loss"], f"without targets it returned a loss in {mode}", rank=rank
             )
             if trial.num_ranks > 2:  # with two ranks two parts side by side are as long
                 trial.require(
                     not result[mode]["long"],
-                    f"without targets, in {mode} mode, {result[mode]['long']}, and the whole sequence is "
+                    f"without targets, in {mode}, {result[mode]['long']}, and the whole sequence is "
                     f"{sizes['length']} long",
                     help="Do not gather the tokens. Only the rank that has the last one can make its logits: "
                     "let it hand them to all, (b, 1, v).",
                     rank=rank,
                 )
+
+
+@check("context_parallelize", optional=True)
+def the_given_model_comes_back(trial: Trial) -> None:
+    """The model that was given is changed and comes back, and no copy of it."""
+    for r, result in enumerate(trial.once(observe).results):
+        trial.require(
+            result["given back"],
+            "another module came back than the one that was given",
+            help="Change the given one and return it: who holds it would see no change.",
+            rank=r,
+        )
