@@ -274,7 +274,7 @@ def attention_drops_alike_on_every_rank(trial: Trial) -> None:
         )
 
 
-@check("tensor_parallel_attention", world_sizes=(2, 4), subgroup=False)
+@check("tensor_parallel_attention", world_sizes=(2, 4, 3), subgroup=False)
 def attention_refuses_heads_that_do_not_divide(trial: Trial) -> None:
     """Heads that are not divisible by the ranks are a ValueError; nothing was changed."""
     heads = undividable(trial)

@@ -51,7 +51,8 @@ def adapter_probe(rank, sizes: tuple, weights: dict, x: Tensor, upstream: Tensor
 
 
 def observe_adapter(trial: Trial) -> SimpleNamespace:
-    n, low = trial.num_ranks, trial.integer(2, 3)
+    n = trial.num_ranks
+    low = trial.choice([r for r in (2, 3) if r != n])  # 1/r of something is no mean over the ranks
     width, out, batch = 12 * trial.integer(1, 2), trial.choice([10, 14]), 2
     s = n * trial.integer(16, 20)  # low numbers that travel twice are more than what is let pass
     weight, bias = trial.normal(out, width) / math.sqrt(width), trial.normal(out)
@@ -61,6 +62,7 @@ def observe_adapter(trial: Trial) -> SimpleNamespace:
     whole_x, whole_down, whole_up = leaves
     y = whole_x @ weight.double().T + whole_x @ whole_down.T @ whole_up.T + bias.double()
     y.backward(upstream.double())
+    frozen = (whole_x @ weight.double().T + bias.double()).detach()
     low_x = (whole_x @ whole_down.T).detach()
     own_up = [
         u.flatten(0, 1).double().T @ z.flatten(0, 1)
@@ -73,15 +75,30 @@ def observe_adapter(trial: Trial) -> SimpleNamespace:
     results = trial.run(adapter_probe, per_rank=runs)
     return SimpleNamespace(
         results=results, output=y.detach(), x_gradient=whole_x.grad, down=whole_down.grad, up=whole_up.grad,
-        own_up=own_up, sizes=(batch, s, out, low),
+        own_up=own_up, sizes=(batch, s, out, low), frozen=frozen,
+        x_gradient_through_frozen=upstream.double() @ weight.double(),
     )  # fmt: skip
+
+
+DIVIDED_BY_LOW_RANK = "the adapter's part is divided by its r: LoRA's alpha / r has no place here"
 
 
 @check("AdaptedRowLinear")
 def adapter_output_stays_right(trial: Trial) -> None:
     """The output is this rank's tokens of the dense layer with its adapter (it was before, too)."""
     seen = trial.once(observe_adapter)
-    trial.close("the output", each_rank(seen, "output"), parts(seen.output, 1, trial.num_ranks))
+    n, (*_, low) = trial.num_ranks, seen.sizes
+    others = {
+        DIVIDED_BY_LOW_RANK: seen.frozen + (seen.output - seen.frozen) / low,
+        "the frozen layer's alone: the adapter adds nothing": seen.frozen,
+    }
+    trial.close(
+        "the output",
+        each_rank(seen, "output"),
+        parts(seen.output, 1, n),
+        alternatives={cause: parts(y, 1, n) for cause, y in others.items()},
+        help="y = x W^T + (x A^T) B^T + bias, with no factor.",
+    )
     for rank, zero in enumerate(each_rank(seen, "zero_at_first")):
         trial.require(zero, "up is not zero at the start: the adapter changes the model at once", rank=rank)
 
@@ -99,6 +116,7 @@ def up_learns_from_all_tokens(trial: Trial) -> None:
             "the mean over the ranks, where the sum belongs: each rank saw other tokens": seen.up
             / trial.num_ranks,
             "what rank 0's tokens gave, on every rank": seen.own_up[0],
+            DIVIDED_BY_LOW_RANK: seen.up / seen.sizes[-1],
         },
         help="Every rank has all of up: its gradient is that of all tokens, on every rank.",
     )
@@ -115,7 +133,18 @@ def down_and_x_stay_right(trial: Trial) -> None:
         parts(seen.down, 1, n),
         help="down is cut: each rank has the whole gradient of its own columns.",
     )
-    trial.close("the gradient of x", each_rank(seen, "gradient"), parts(seen.x_gradient, 2, n))
+    through_frozen = seen.x_gradient_through_frozen
+    trial.close(
+        "the gradient of x",
+        each_rank(seen, "gradient"),
+        parts(seen.x_gradient, 2, n),
+        alternatives={
+            "what comes through the frozen weight is missing": parts(seen.x_gradient - through_frozen, 2, n),
+            "what comes through the adapter is missing": parts(through_frozen, 2, n),
+        },
+        help="x has a gradient through both, the frozen weight and the adapter: a frozen weight has none "
+        "itself, and passes that of x on. Detach nothing.",
+    )
 
 
 @check("AdaptedRowLinear")
