@@ -281,10 +281,10 @@ class RowParallelLinear(nn.Module):
 def share_dropout(dropout: Dropout, group: ProcessGroup, device: torch.device | str = "cpu") -> Dropout:
     """Make this dropout drop the same elements on every rank, however the ranks are seeded; returns it.
 
-    It gets a `generator` of its own on `device`, seeded with a number that the group's rank 0 draws from
-    torch's global stream and everyone receives; with p = 0 it needs none. Two dropouts that are shared one
-    after the other get different seeds. Ranks seeded differently still draw differently afterwards, and
-    ranks seeded alike still draw alike. At a call of the dropout nothing is sent.
+    It gets a `generator` of its own on `device`, with one seed for all ranks, out of torch's global stream;
+    with p = 0 it needs none. Two dropouts that are shared one after the other get different seeds. Ranks
+    seeded differently still draw differently afterwards, and ranks seeded alike still draw alike. At a call
+    of the dropout nothing is sent.
     """
     # answer
     if dropout.p == 0.0:

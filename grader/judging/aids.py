@@ -65,9 +65,13 @@ def each_rank(seen: SimpleNamespace, *path: str) -> list[Any]:
     return values
 
 
+FEW_EVENTS = 6
+
+
 def told(events: list[Event]) -> str:
-    """The first few events, in words."""
-    return ", ".join(event.describe() for event in events[:6]) or "nothing"
+    """The first few events, in words, and how many more there are."""
+    first = ", ".join(event.describe() for event in events[:FEW_EVENTS]) or "nothing"
+    return f"{first} and {len(events) - FEW_EVENTS} more" if len(events) > FEW_EVENTS else first
 
 
 def stand_alone(trial: Trial, results: Iterable[dict[str, Any]], what: str = "") -> None:

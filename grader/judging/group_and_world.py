@@ -2,7 +2,7 @@
 
 NOT_PASSED_ON = (
     "the group is not passed on: without group=group (or, where you are given a mesh, without mesh=mesh) a "
-    "call means the whole world"
+    "call means the whole world, and so does dist.group.WORLD"
 )
 NOT_OF_THE_GROUP = (
     "torch was given a rank of the world that is not in the group: src, dst and peer are of the world; "

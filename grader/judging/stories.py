@@ -279,7 +279,7 @@ def _outside(ranks: Sequence[RankReport], locate: Locate, name: _Names) -> Check
                     f"rank {r} called {messages.told(event, locate)} on {len(event.group)} ranks, "
                     f"where its group has {len(ranks)}",
                     NOT_PASSED_ON,
-                    "Pass group=group to every call of torch.distributed.",
+                    "Pass the group that you are given to every call of torch.distributed.",
                 )
     return None
 

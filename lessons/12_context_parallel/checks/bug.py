@@ -101,6 +101,8 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]
     part = tokens.size(1) // n
     before[:, part - 1 :: part] = tokens[:, ::part]
     before[:, -1] = -1
+    of_row_0 = labels.clone()
+    of_row_0[:, part - 1 : -1 : part] = labels[:1, part - 1 : -1 : part]
     ends, nothing = tokens[:, part - 1 :: part], torch.full_like(tokens[:, :1], -1)
     previous, following = inside.clone(), inside.clone()
     previous[:, part - 1 :: part] = torch.cat([nothing, ends[:, :-1]], 1)
@@ -125,6 +127,10 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]
             logits, following
         ).sum()
         / (following != -1).sum(),
+        "the last position of a part predicts, in every row, the token that follows in row 0": each_loss(
+            logits, of_row_0
+        ).sum()
+        / (of_row_0 != -1).sum(),
         "the ranks' own means are averaged, and they count different numbers": torch.stack(
             [x / c for x, c in by_rank]
         ).mean(),

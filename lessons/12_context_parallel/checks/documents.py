@@ -377,6 +377,19 @@ def require_values(trial: Trial, seen: SimpleNamespace, told: str, others: Calla
         trial.close(f"the gradient of {label} {told}", found, by_parts(seen, whole[i]), help=help, rtol=1e-3)
 
 
+def with_a_finite_mask(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
+    """Cause → what each rank would have, where a number is added to the scores of what is not seen."""
+    q, k, v = seen.inputs
+    k, v = (x.repeat_interleave(PER_GROUP, dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.size(-1))
+    return {
+        f"what a token does not see has {low} added to its score, not -inf: other scores are lower still": (
+            by_parts(seen, (scores + low * ~seen.mask).softmax(-1) @ v)
+        )
+        for low in (-50, -100)
+    }
+
+
 @check("document_attention", first_of=(3, 2))
 def document_scores_do_not_overflow(trial: Trial) -> None:
     """Scores of a hundred give what the softmax gives, forward and backward: nothing overflows."""
@@ -384,8 +397,9 @@ def document_scores_do_not_overflow(trial: Trial) -> None:
         trial,
         trial.once(observe_calls).large,
         "where scores reach 150, and -150 where a token sees itself alone,",
-        dict,
-        "Subtract the largest score of a row before exp, or leave the softmax to PyTorch.",
+        lambda: with_a_finite_mask(trial.once(observe_calls).large),
+        "Subtract the largest score of a row before exp, or leave the softmax to PyTorch; what is not seen "
+        "scores -inf, which no score outweighs.",
     )
 
 

@@ -129,9 +129,10 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
     """The loss if tokens are cut in one way, and their positions, targets or the causal mask in another."""
     s = targets.size(1)
     (other,) = CUTS.keys() - {way}
-    local, owner, taken, full = (torch.empty(s, dtype=torch.int64) for _ in range(4))
+    local, owner, taken, full, mirrored = (torch.empty(s, dtype=torch.int64) for _ in range(5))
     for r in range(n):
         mine = CUTS[way](s, r, n)
+        mirrored[mine] = CUTS[way](s, n - 1 - r, n)
         full[mine] = CUTS[way](model.config.block_size, r, n)[: len(mine)]
         local[mine], owner[mine], taken[mine] = torch.arange(len(mine)), r, CUTS[other](s, r, n)
     places = torch.arange(s)
@@ -145,6 +146,9 @@ def _cut_otherwise(model: GPT, idx: Tensor, targets: Tensor, way: str, n: int) -
         f"positions count from 0 on every rank ({way} parts)": mean(local, causal(s)),
         f"positions are {way} parts of block_size, and not of the sequence that is given": mean(
             full, causal(s)
+        ),
+        f"a rank has the positions of the opposite one, rank 0 those of the last ({way} parts)": mean(
+            mirrored, causal(s)
         ),
         f"tokens see those of their own rank only ({way} parts)": mean(places, causal(s) & alike),
         f"that, and positions from 0 on every rank ({way} parts)": mean(local, causal(s) & alike),
