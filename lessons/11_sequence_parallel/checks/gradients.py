@@ -9,7 +9,7 @@ from torch import Tensor
 from grader.checks import Fault, Trial, each_rank, is_close, parts
 from lessons_shared.cut_gpt import cut_dim, fused_of, head_orders, heads_of, is_special
 from lessons_shared.cut_gpt_checks import after
-from lessons_shared.passes import BOTH, after_zero_grad, sums_of_two_passes
+from lessons_shared.passes import BOTH, HALF, after_zero_grad, sums_of_two_passes
 
 ASKED = {
     None: "Every rank has the whole parameter and uses it for its own tokens: its gradient is the sum over "
@@ -88,6 +88,12 @@ def slips_of(
                 g / n for g in expected
             ],
         }
+        if passes == BOTH:
+            told = "the first pass's is right, and of the second there is what this rank's own tokens gave"
+            found[told] = Fault(
+                [g / BOTH + HALF * mine for g, mine in zip(expected, own, strict=True)],
+                "Sum what each backward adds, whatever .grad holds already.",
+            )
     return found
 
 
