@@ -8,11 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from grader.checks import CheckEnded, Trial, Verdict, check, exercise, settle, storage_bytes, tensors_in
+from grader.checks import (
+    CheckEnded,
+    Fault,
+    Trial,
+    Verdict,
+    check,
+    exercise,
+    settle,
+    storage_bytes,
+    tensors_in,
+)
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, Roomy, build, bytes_of, draw
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
-from .training import KINDS, PASSES, expected_weights, require_weights, train
+from .training import DECAYED, KINDS, PASSES, STEPS, expected_weights, require_weights, train
 from .wire import SMALL, require_travelled
 
 exercise(
@@ -175,15 +185,29 @@ def closure_is_called_first(trial: Trial) -> None:
     )
 
 
+DECAYING = {"lr": 0.1, "weight_decay": 0.5, "eps": 1e-3}
+"""Of AdamW: a step on a gradient of zeros shrinks a weight, and moves it on as the steps before did."""
+
+
 def reach_less(rank: Any, start: list[Tensor], x: Tensor) -> list[Tensor]:
     """Two parameters after a step whose backward reaches both, and one that reaches the first alone."""
     parameters = [nn.Parameter(each.clone()) for each in start]
-    optimizer = rank.submission.ShardedOptimizer(parameters, SGD, rank.group, lr=1.0)
+    optimizer = rank.submission.ShardedOptimizer(parameters, AdamW, rank.group, **DECAYING)
     for reached in (parameters, parameters[:1]):
         optimizer.zero_grad()
         torch.stack([(parameter * x).sum() for parameter in reached]).sum().backward()
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
+
+
+def after_steps(start: Tensor, *gradients: Tensor | None) -> Tensor:
+    """A parameter after a step of one process's AdamW on each of these gradients."""
+    parameter = nn.Parameter(start.clone())
+    optimizer = AdamW([parameter], **DECAYING)
+    for gradient in gradients:
+        parameter.grad = gradient
+        optimizer.step()
+    return parameter.detach()
 
 
 @check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
@@ -196,8 +220,11 @@ def what_is_reached_no_more_stays(trial: Trial) -> None:
         trial.close(
             f"a parameter that backward reached in {('both steps', 'the first of two steps')[number]}",
             list(found),
-            before - (2 - number) * mean,
-            alternatives={"it moved with the gradient of the step before": before - 2 * mean}
+            after_steps(before, mean, None if number else mean),
+            alternatives={
+                "it moved with the gradient of the step before": after_steps(before, mean, mean),
+                DECAYED: Fault(after_steps(before, mean, torch.zeros_like(mean)), STEPS[DECAYED]),
+            }
             if number
             else {},
             help="What step() gave the inner optimizer as gradients is over with the step: forget it.",
