@@ -12,6 +12,10 @@ from .models import build, odd_gpt
 from .training import Rule, mean
 
 LATE = "gradients were averaged across machines before backward had made them: an earlier pass's were"
+FIRST_ALONE = (
+    "the first backward's gradients are averaged across machines, and what the second adds is the mean of "
+    "its own machine"
+)
 SUMMED = "it is that of a sum over the machines: divide by how many there are"
 SHRUNK = "it is divided by all ranks of the mesh: inside a machine the mean is taken already, m is left"
 
@@ -20,7 +24,10 @@ def by_factor(machines: Machines) -> dict[str, tuple[float, float]]:
     """What a slip multiplies gradients by, and what of the first of two passes it multiplies besides."""
     m, n = len(machines), len(machines[0])
     summed = SUMMED if n > 1 else f"{SUMMED} (and not by the ranks of a machine)"
+    halved = f"it is divided by 2, and there are {m} machines"
+    by_two = {halved: (m / 2, 1.0), f"{halved}. What the first pass left was so once more": (m / 2, m / 2)}
     return {
+        **(by_two if m > 2 else {}),
         summed: (m, 1.0),
         f"{summed}. What the first pass left was summed once more": (m, m),
         SHRUNK: (1 / n, 1.0),

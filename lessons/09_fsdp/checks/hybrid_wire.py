@@ -19,7 +19,7 @@ SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1
 
 
 def measure(rank: Any, seed: int, arranged: list[Machines], batch: tuple[Tensor, Tensor]) -> list[dict]:
-    """A step on each arrangement of machines, the second since it was built."""
+    """A step on each arrangement of machines, the second since it was built, and one more backward."""
     found = []
     for machines in arranged:
         with rank.record(memory=True) as recording:
@@ -32,6 +32,9 @@ def measure(rank: Any, seed: int, arranged: list[Machines], batch: tuple[Tensor,
             sharded(*batch)[1].backward()
             settle()
             recording.mark("over")
+            sharded(*batch)[1].backward()
+            settle()
+            recording.mark("added")
         gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
         found.append(
             {"recording": recording, "gradients": sum(g.numel() * g.element_size() for g in gradients)}
@@ -185,5 +188,24 @@ def a_rank_keeps_its_shards(trial: Trial) -> None:
                 if alive >= (1.9 / n + 1) * seen.size
                 else "as much as its shards' gradients is kept besides"
                 if abs(alive - 3 * result["gradients"]) <= seen.outside
+                else "",
+            )
+
+
+@check("hybrid_shard", optional=True)
+def what_was_there_is_let_go(trial: Trial) -> None:
+    """After a second backward, whose gradients add to the first's, a rank keeps no more than after one."""
+    seen = trial.once(observe)
+    for each in seen.on_machines:
+        for r, result in enumerate(each.results):
+            more = result["recording"].alive("added") - result["recording"].alive("over")
+            trial.require(
+                more <= seen.block + SMALL,
+                f"after a second backward {more:,} bytes more are alive on it than after the first "
+                f"({told(each.machines)}); the gradients of its shards are {result['gradients']:,}",
+                help="Let go of what .grad held before, once the new gradients are added to it.",
+                rank=r,
+                cause="what .grad held before is still there"
+                if abs(more - result["gradients"]) <= SMALL
                 else "",
             )
