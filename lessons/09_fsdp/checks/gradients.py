@@ -8,12 +8,22 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import Trial, check, exercise, is_close, settle
+from grader.checks import CheckEnded, Trial, check, exercise, is_close, settle
 
-from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw
+from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, build, draw, weights
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
 from .runs import require_in_evaluation
-from .training import PASSES, expected_weights, require_weights, train
+from .training import (
+    FORGOTTEN,
+    LEARNING_RATE,
+    LOST,
+    PASSES,
+    Rule,
+    expected_weights,
+    require_weights,
+    train,
+    whole_batch,
+)
 from .wire import SMALL, require_travelled
 
 exercise(
@@ -82,13 +92,37 @@ def observe_training(trial: Trial, delays: bool = False) -> SimpleNamespace:
     return SimpleNamespace(results=results, seed=seed, by_rank=by_rank)
 
 
+def forwards_first(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The weights after a step of SGD whose forwards all come before its backward passes."""
+    model = build(Odd, seed, torch.float64).to(rank.device)
+    wrapped = wrap(rank, model)
+    optimizer = rank.submission.ShardedOptimizer(wrapped.parameters(), SGD, rank.group, lr=LEARNING_RATE)
+    optimizer.zero_grad()
+    for loss in [wrapped(*batch)[1] for batch in batches[: PASSES[0]]]:
+        loss.backward()
+    wrapped.finish_gradient_synchronization()
+    optimizer.step()
+    return weights(model)
+
+
+def right_where_forwards_come_first(trial: Trial, seen: Any) -> bool:
+    """Whether no pass of a step is lost where no forward comes between them."""
+    try:
+        ends = trial.run(forwards_first, seen.seed, per_rank=[(batches,) for batches in seen.by_rank])
+    except CheckEnded:
+        return False
+    right = whole_batch(Odd, seen.seed, seen.by_rank, "SGD", Rule(), num_steps=1)
+    return all(is_close(end[name], expected) for end in ends for name, expected in right.items())
+
+
 def require_kind(trial: Trial, seen: Any, kind: str, when: str, help: str) -> None:
     expected = expected_weights(trial, Odd, seen.seed, seen.by_rank, kind)
 
     def explain() -> str:
         firsts = [result["first"] for result in seen.results]
         told = trained_on(expected.start, firsts, gradients_by_rank(Odd, seen.seed, seen.by_rank))
-        return told or counted_passes(expected.start, firsts, means_by_pass(Odd, seen.seed, seen.by_rank))
+        told = told or counted_passes(expected.start, firsts, means_by_pass(Odd, seen.seed, seen.by_rank))
+        return FORGOTTEN if told == LOST and right_where_forwards_come_first(trial, seen) else told
 
     ends = [result[f"{kind} {when}"] for result in seen.results]
     require_weights(trial, ends, expected, kind, help, explain)
@@ -205,12 +239,19 @@ def no_gradient_waits_for_others(trial: Trial) -> None:
             own = [gradients[name] for gradients in seen.own]
             right = own[0] is not None and is_close(gradient, torch.stack(own).mean(0))
             mine = own[r] is not None and is_close(gradient, own[r])
+            zero = not gradient.any()
             trial.require(
                 right,
                 f"after finish_gradient_synchronization() {name} still has a .grad that is not the mean",
-                help="finish_… sends what is held back, too: parameters without a gradient will not come.",
+                help="Set parameter.grad to None once it is sent: a gradient of zeros has the same size."
+                if zero
+                else "finish_… sends what is held back, too: parameters without a gradient will not come.",
                 rank=r,
-                cause="it is this rank's own gradient, which nothing has reduced" if mine else "",
+                cause="it was set to zero, which frees nothing"
+                if zero
+                else "it is this rank's own gradient, which nothing has reduced"
+                if mine
+                else "",
             )
 
 
@@ -229,6 +270,7 @@ def measure(rank: Any, training: bool, seed: int, x: Tensor) -> dict:
         recording.mark("finish")
         wrapped.finish_gradient_synchronization()
         del loss
+        left = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         settle()
         recording.mark("step")
         optimizer.step()
@@ -239,7 +281,7 @@ def measure(rank: Any, training: bool, seed: int, x: Tensor) -> dict:
         loss.backward()
         recording.mark("second finish")
         wrapped.finish_gradient_synchronization()
-    return {"recording": recording, "device": rank.device.type}
+    return {"recording": recording, "left": left, "device": rank.device.type}
 
 
 def observe_memory(trial: Trial, training: bool = False) -> SimpleNamespace:
@@ -278,9 +320,12 @@ def require_share_left(trial: Trial, training: bool) -> None:
             f"{held:,} bytes besides the weights are alive on it after backward. All gradients are "
             f"{SIZE:,} bytes, "
             f"a share is 1/{n} of it",
-            help="Set parameter.grad to None when it is reduced. A view keeps the whole tensor alive.",
+            help="Set parameter.grad to None when it is reduced."
+            if result["left"]
+            else "No .grad is left: let go of what was sent and received, too. A view keeps the whole tensor "
+            "alive.",
             rank=r,
-            cause="all gradients are still there" if held >= SIZE else "",
+            cause="all gradients are still there" if result["left"] >= SIZE else "",
         )
 
 
@@ -320,6 +365,7 @@ def require_leaving(trial: Trial, training: bool) -> None:
             rank=r,
             cause="gradients leave during the first backward alone, and wait for finish_… in the next",
         )
+        freed = recording.alive("step") - recording.alive("forward") <= SIZE // n + LAYER_BYTES + SMALL
         # At the end of backward there are a share of all, and a few whole ones on their way.
         held = recording.alive("finish") - recording.alive("forward")
         trial.require(
@@ -328,7 +374,7 @@ def require_leaving(trial: Trial, training: bool) -> None:
             f"are {SIZE:,}",
             help="Wait for a reduction before you start the one after next, and let go of its input.",
             rank=r,
-            cause="gradients stay until finish_gradient_synchronization()" if held >= SIZE else "",
+            cause="gradients stay until finish_gradient_synchronization()" if held >= SIZE and freed else "",
         )
         if result["device"] == "cpu":  # NCCL's collectives end without anybody who waits
             require_waiting(trial, r, recording)

@@ -207,10 +207,12 @@ TWICE = (
 
 
 LOST = "the first backward pass is lost: the second one's gradient replaced its own"
+FORGOTTEN = "the first backward pass is lost: the second one's forward forgets it"
 AVERAGED = "a step's two backward passes are averaged, where their gradients add up"
 DECAYED = "it has no gradient, and decayed: AdamW was given one of zeros"
 STEPS = {
     LOST: "Add to what the pass before has left, where = stands.",
+    FORGOTTEN: "Leave in forward what is there: zero_grad() forgets it, where a step begins.",
     AVERAGED: "Add the new mean over the ranks to the old one, and divide their sum by nothing.",
     DECAYED: "Give the optimizer None where there is no gradient: for a parameter that this pass has not "
     "used, whatever else is in its bucket, and for one that zero_grad() has cleared.",
