@@ -132,7 +132,8 @@ def wrapped(rank: Any, make: Any, seed: int) -> Any:
 def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
     """What it returns before any step: outputs in evaluation and training, weights, sizes of shards."""
     tokens, targets = batch
-    start, shards = full(sharded), [local(p) for p in sharded.parameters()]
+    parameters = list(sharded.parameters())
+    start, shards = full(sharded), [local(p) for p in parameters]
     logits, loss = evaluate(sharded, tokens, targets)
     last, nothing = evaluate(sharded, tokens)
     return {
@@ -142,6 +143,7 @@ def look(sharded: Any, batch: tuple[Tensor, Tensor]) -> dict:
         "last": last.clone(),
         "nothing": nothing,
         "shards": [shard.numel() for shard in shards],
+        "twice": len(parameters) - len(set(parameters)),
         "dtypes of parameters()": dtypes_of(shards),
         "dtypes of full_state_dict()": dtypes_of(start.values()),
     }
@@ -315,6 +317,8 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str,
     def explain() -> str:
         if make is not odd_gpt or not usual:
             return ""
+        if all(result["twice"] for result in seen.results):
+            return STEPPED_TWICE
         try:
             steps = trial.once(observe_a_step)
         except CheckEnded:
@@ -332,6 +336,10 @@ def require_end(trial: Trial, ends: list[dict], make: Any, kind: str, help: str,
     require_weights(trial, ends, expected, kind, help, explain)
 
 
+STEPPED_TWICE = (
+    "parameters() gives a shard twice, and so the optimizer steps it twice: a tied parameter has two names, "
+    "of which named_parameters() leaves one out unless remove_duplicate is False"
+)
 STILL_WHOLE = (
     "the blocks' weights are those from before the step, and the rest moved: their shards were not updated, "
     "or the blocks were still whole from backward, and so nothing gathered them again"
@@ -479,6 +487,13 @@ def parameters_are_this_ranks_shards(trial: Trial) -> None:
     total, largest = sum(sizes), max(sizes)
     counts = [sum(result["shards"]) for result in seen.results]
     most = total / n + largest + n * len(sizes)
+    for r, result in enumerate(seen.results):
+        trial.require(
+            not result["twice"],
+            f"parameters() gives {result['twice']} of its shards twice",
+            help="A tied parameter has two names and one shard: give it once, unless both are asked for.",
+            rank=r,
+        )
     for r, count in enumerate(counts):
         cause, help = "", "The optimizer must see the shards alone: replace the GPT's parameters."
         if count >= total:
@@ -503,7 +518,9 @@ def parameters_are_this_ranks_shards(trial: Trial) -> None:
     trial.require(
         total <= sum(counts) <= padded,
         f"all ranks' shards together have {sum(counts)} numbers, and the model has {total}",
-        help="Frozen parameters are cut as well, and stay in parameters().",
+        help="Frozen parameters are cut as well, and stay in parameters()."
+        if sum(counts) in cause
+        else "Every number of the model lies in the shard of one rank, and of padding there is little.",
         cause=cause.get(sum(counts), ""),
     )
 

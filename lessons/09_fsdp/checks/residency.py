@@ -118,12 +118,24 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 RANKS = (4, 2)
 FREE_EVERY_BLOCK = "Free every block after its forward, the last one too, also where no backward follows."
+FREE_THE_WEIGHTS = (
+    "Autograd keeps the weights for backward, whoever else lets go: shrink their storage and fill it again, "
+    "or compute the block again in backward."
+)
 
 
 def kept(seen: Any, result: dict) -> bool:
     """Whether most blocks' weights were still there between forward and backward."""
     alive = result["step"].alive("between") - seen.share - result["activations"] - 2 * seen.outside
     return alive > 0.6 * seen.num_blocks * seen.block
+
+
+def last_kept(seen: Any, result: dict) -> bool:
+    """Whether backward came to the last block, and gathered no block before."""
+    events = [event for event in result["step"].events if event.after == "between"]
+    last = f"backward {seen.num_blocks - 1}"
+    gathered = travelled(replace(result["step"], events=events), len(seen.results))
+    return last in result["step"].alive_at and gathered.total < 0.5 * seen.block
 
 
 def blocks(seen: Any, num_bytes: float) -> str:
@@ -182,13 +194,18 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
         alive = result["step"].alive("between") - seen.share - result["activations"] - 2 * seen.outside
+        last = last_kept(seen, result) and not kept(seen, result)
         trial.require(
-            alive <= 1.5 * seen.block + SMALL,
-            f"after forward, besides its shards and the activations, {blocks(seen, alive)} are alive on it",
-            help="Autograd keeps the weights for backward, whoever else lets go: shrink their storage and "
-            "fill it again, or compute the block again in backward.",
+            alive <= 0.2 * seen.block + SMALL,
+            f"after forward, besides its shards and the activations, at least {blocks(seen, alive)} are "
+            "alive on it",
+            help=FREE_EVERY_BLOCK if last else FREE_THE_WEIGHTS,
             rank=r,
-            cause="the weights were not freed" if kept(seen, result) else "",
+            cause="the last block stays whole: backward comes to it, and does not gather it"
+            if last
+            else "the weights were not freed"
+            if kept(seen, result)
+            else "",
         )
         require_as_in_the_first_step(
             trial,
