@@ -110,8 +110,8 @@ def bytes_by_axis(
     """Bytes that one rank sends in a step along "data", "context" and "tensor", in float32, round rings.
 
     `config` has no biases, and `batch_size` rows of `block_size` tokens are those of all ranks together.
-    `sizes` has the ranks along each of the three dimensions. Small messages are left out: losses, counts,
-    norms.
+    `sizes` has the ranks along each of the three dimensions, in any order. Small messages are left out:
+    losses, counts, norms.
 
     - tensor (lesson 10): an all-reduce of a rank's (b/d, s/c, h) for each of the two sums of a layer's
       forward, the two of its backward, the embedding's output, and the head's input gradient.

@@ -102,6 +102,9 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
     found = {}
     for words, slip in every.items():
         found[words] = truth(config, batch_size, sizes, zero3, **slip)
+    found['sizes are taken in the order in which they stand: ask for each by its name, sizes["data"]'] = (
+        truth(config, batch_size, dict(zip(AXES, sizes.values(), strict=True)), zero3)
+    )
     whole = truth(config, batch_size, sizes, zero3)
     for words, factor in (
         ("elements are counted, and not their bytes: 4 each", 1 / 4),
@@ -112,7 +115,10 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
 
 
 def observe(trial: Trial) -> Answers:
-    """Every mesh with a batch that its ranks along data divide, and with one that they do not."""
+    """Every mesh with a batch that its ranks along data divide, and with one that they do not.
+
+    With ZeRO-3 the sizes stand in another order.
+    """
     calls = []
     for sizes in ((2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 4, 5), (8, 16, 8)):
         for zero3 in (False, True):
@@ -129,7 +135,8 @@ def observe(trial: Trial) -> Answers:
             )
             left = trial.integer(1, d - 1) if zero3 and d > 1 else 0
             rows = d * trial.integer(2, 30) + left
-            calls.append((config, rows, dict(zip(AXES, sizes, strict=True)), zero3))
+            named = list(zip(AXES, sizes, strict=True))
+            calls.append((config, rows, dict(named[::-1] if zero3 else named), zero3))
     return Answers(trial, "bytes_by_axis", calls, truth)
 
 
