@@ -1,5 +1,6 @@
 """Checks of `weighed_loss`: each target counts once, however many ranks look at it."""
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -90,15 +91,26 @@ def weighed(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Ten
     return loss.detach(), leaf.grad
 
 
-def by_weight(
-    seen: SimpleNamespace, i: int, weigh: Any, n: int, least: int = 0
-) -> list[tuple[Tensor, Tensor]]:
-    """Loss and gradient of every rank, weighed by a function of counts along data and this rank's place.
+def counted(targets: Tensor) -> int:
+    return int((targets != -1).sum())
 
-    Targets from `least` on are counted.
-    """
+
+def counted_but_0(targets: Tensor) -> int:
+    """Where 0 is taken for padding."""
+    return int((targets > 0).sum())
+
+
+def up_to_the_last(targets: Tensor) -> int:
+    """Where a row is taken to have -1 at its end alone."""
+    return sum(int((row != -1).nonzero().max()) + 1 for row in targets)
+
+
+def by_weight(
+    seen: SimpleNamespace, i: int, weigh: Any, n: int, count: Callable[[Tensor], int] = counted
+) -> list[tuple[Tensor, Tensor]]:
+    """Loss and gradient of every rank, weighed by a function of counts along data and this rank's place."""
     sizes, shares = seen.plans[i], seen.drawn[i]
-    counts = [int((targets >= least).sum()) for _, targets in shares]
+    counts = [count(targets) for _, targets in shares]
     d = sizes["data"]
     own = [
         (counts[first : first + d], slot_of(r, sizes))
@@ -211,9 +223,13 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
         times = times_the_mean(values, [loss for loss, _ in right], sizes) if alone else 0
         if times or not alone:
             del by_slip[PART_OF_THE_MEAN]
-        by_slip["targets of 0 are not counted: -1 alone does not count"] = by_weight(seen, i, by_share, n, 1)
+        for words, count in (
+            ("targets of 0 are not counted: -1 alone does not count", counted_but_0),
+            ("every -1 before the last counted target of its row is counted, too", up_to_the_last),
+        ):
+            by_slip[words] = by_weight(seen, i, by_share, n, count)
         if i:
-            first = sum(int((targets != -1).sum()) for _, targets in seen.drawn[0])
+            first = sum(counted(targets) for _, targets in seen.drawn[0])
             by_slip[KEPT] = by_weight(seen, i, partial(by_another_count, first), n)
         words = ""
         if times:
@@ -298,6 +314,13 @@ def gradients_are_weighed_alike(trial: Trial) -> None:
     require(trial, 1, "the gradient", alone=False)
 
 
+PLACES_OF_THE_WORLD = (
+    "the counts are those of the mesh, and what they are multiplied by is made of the number of all ranks of "
+    "the world"
+)
+BY_PLACES = 'Multiply by the ranks along data, mesh.get_group("data").size().'
+
+
 @check("weighed_loss", world_sizes=(4, 2))
 def the_world_may_be_larger(trial: Trial) -> None:
     """A mesh may have some of the world's ranks only: what the others have does not count."""
@@ -305,7 +328,7 @@ def the_world_may_be_larger(trial: Trial) -> None:
     for i, sizes in enumerate(seen.plans):
         if APART not in sizes:
             continue
-        everywhere = sum(int((targets != -1).sum()) for _, targets in seen.drawn[i])
+        everywhere = sum(counted(targets) for _, targets in seen.drawn[i])
         copies = n // len(seen.drawn[i])  # of each place's targets in the world
         slips = {
             "targets of ranks outside the mesh are counted: the default group has all ranks": (
@@ -314,15 +337,18 @@ def the_world_may_be_larger(trial: Trial) -> None:
             "it is weighed by the counts and the number of all ranks of the world": (
                 lambda counts, p, sizes, total=everywhere * copies: counts[p] * n / total
             ),
+            PLACES_OF_THE_WORLD: lambda counts, p, sizes: sizes[APART] * by_share(counts, p, sizes),
         }
+        found = {
+            words: along_data([loss for loss, _ in by_weight(seen, i, weigh, n)], sizes)
+            for words, weigh in slips.items()
+        }
+        found[PLACES_OF_THE_WORLD] = Fault(found[PLACES_OF_THE_WORLD], BY_PLACES)
         trial.close(
             f"{LOSS} in a world of {n} ranks, on a mesh of {told(sizes)}",
             along_data([result[i]["loss"] for result in seen.results], sizes),
             along_data([loss for loss, _ in by_weight(seen, i, by_share, n)], sizes),
-            {
-                words: along_data([loss for loss, _ in by_weight(seen, i, weigh, n)], sizes)
-                for words, weigh in slips.items()
-            },
+            found,
             help='Count along data: mesh.get_group("data").',
             rtol=1e-5,
         )
