@@ -78,6 +78,7 @@ def test_slip_is_named_before_a_factor() -> None:
 
 def test_constant_and_remembered_answers_are_named() -> None:
     assert "the same number" in cause_for(lambda x: 7)
+    assert cause_for(lambda x: 0 * x) == ""  # a factor of 0 is no constant
     seen: list[int] = []
     assert "remembered" in cause_for(lambda x: seen.append(x) or (seen[-2] if len(seen) > 1 else x) ** 2)
 

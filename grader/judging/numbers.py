@@ -189,7 +189,7 @@ def _known_slip(
     for text, change in alterations.items():
         if gives(altered(change)):
             return text
-    if len(wrong) > 2 and gives([wrong[0].given] * len(asked)):
+    if len(wrong) > 2 and wrong[0].given and gives([wrong[0].given] * len(asked)):
         return "the same number for different arguments: compute it from them"
     if _of_earlier_calls(wrong, tolerance):
         return "these are answers to earlier calls: something is remembered between calls"
