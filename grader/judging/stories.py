@@ -362,7 +362,10 @@ def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
     other = next(r for r in calls if key(calls[r]) != key(calls[odd]))
     first, second = sorted((odd, other))
     if key(calls[first])[:-1] == key(calls[second])[:-1]:
-        help = "Each rank gives a collective as many elements as all others do: pad what is shorter or empty."
+        help = (
+            "Each rank gives a collective as many elements as all others do: pad what is shorter or empty. "
+            "And each calls them in the same order: a set has another one in every process."
+        )
     else:
         help = "All ranks must call the same collectives, in the same order, on the same kind of tensor."
     return CheckEnded(
