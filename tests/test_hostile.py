@@ -240,7 +240,8 @@ def most_memory():  # of the supervisor, in KiB
 def test_a_flood_of_events_fills_no_memory(tmp_path: Path) -> None:
     """Events need no token. What is one in every field is kept, up to a limit; anything else is refused."""
     event = {field.name: 0 for field in fields(Event)} | {"shape": [], "group": [], "peer": None}
-    event |= {name: "" for name in ("kind", "dtype", "op", "file", "after")} | {"asynchronous": True}
+    event |= {name: "" for name in ("kind", "dtype", "op", "file", "after")}
+    event |= {"asynchronous": True, "in_one_piece": True}
     assert Event.from_plain(event)
     room = MAX_EVENT - len(json.dumps(event))
     bodies = {

@@ -70,6 +70,24 @@ _COMMUNICATION = ("c10d", "_c10d_functional")
 _DTENSOR = os.path.join(os.path.dirname(torch.__file__), "distributed", "tensor", "")
 
 
+_TAKE_PIECES = ("alltoall_", "send", "recv_", "recv_any_source_")
+"""Of _C10D: what NCCL copies itself, or sends as it lies. So it does with coalesced calls."""
+
+
+def _in_one_piece(name: str, arguments: Iterable[Any]) -> bool:
+    """Whether NCCL would take an operation's tensors; of a list for each rank, it copies each."""
+    if name in _TAKE_PIECES or "coalesced" in name:
+        return True
+    each = (value if isinstance(value, list | tuple) else [value] for value in arguments)
+    return all(ask(_lies_in_order, t) for values in each for t in values if isinstance(t, Tensor))
+
+
+def _lies_in_order(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
 @cache
 def _unfolds(kind: type) -> bool:
     """Whether tensors of a class are made of others, as a DTensor is."""
@@ -254,7 +272,8 @@ class Recorder(TorchDispatchMode):
             peer = next((values[key] for key in ("dst", "src", "root_rank") if key in values), None)
             asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
             self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
-            return self._make(kind, tensors, ranks, peer, "", asynchronous, tag=values.get("tag", 0))
+            tag, piece = values.get("tag", 0), _in_one_piece(name, values.values())
+            return self._make(kind, tensors, ranks, peer, "", asynchronous, tag=tag, in_one_piece=piece)
         if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
             group = dist.distributed_c10d._resolve_process_group(args[-1])
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -275,6 +294,7 @@ class Recorder(TorchDispatchMode):
         asynchronous: bool,
         scale: int = 1,
         tag: int = 0,
+        in_one_piece: bool = True,
     ) -> Event:
         file, line, called_op = self._place(looking_for_op=kind in _REDUCTIONS and not op)
         counts = [ask(Tensor.numel, t) for t in tensors]
@@ -294,6 +314,7 @@ class Recorder(TorchDispatchMode):
             after=self._window.mark_name if self._window else "",
             index=self._index,
             tag=tag,
+            in_one_piece=in_one_piece,
         )
 
     def _place(self, looking_for_op: bool = False) -> tuple[str, int, str]:

@@ -53,6 +53,8 @@ class Event:
     """Position in the stream of all operations of this rank."""
     tag: int = 0
     """Of a message: it meets the one that has the same."""
+    in_one_piece: bool = True
+    """Of a collective: what it reads and writes lies in order in one piece of memory, as NCCL requires."""
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Event":

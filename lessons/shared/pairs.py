@@ -11,6 +11,7 @@ from grader.checks import BACKWARD, Trial, backward, each_rank, is_close
 from .cut_gpt import local
 from .evaluation import evaluates_alike, without_gradients
 from .results import overwritten, results_stay
+from .wire import lie_in_one_piece
 
 Draw = Callable[[Trial, str, torch.dtype], SimpleNamespace]
 """For a function's name: `xs` and `upstreams` by rank, and what is right, `outputs` and `gradients`."""
@@ -23,6 +24,12 @@ KINDS = {
     "float64": torch.float64,
     "bfloat16": torch.bfloat16,
 }
+
+
+ONE_PIECE = (
+    "Hand over contiguous tensors: x.contiguous() to read from, "
+    "x.clone(memory_format=torch.contiguous_format) to write into."
+)
 
 
 def pair_probe(rank, name: str, cases: list) -> list[dict]:
@@ -177,12 +184,12 @@ class Pairs:
                     trial.wrong(
                         f"{what} is wrong where rank 0's tensors are stored transposed, and right where the "
                         "same numbers lie alike on all ranks",
-                        help="Hand over contiguous tensors: x.contiguous() to read from, "
-                        "x.clone(memory_format=torch.contiguous_format) to write into.",
+                        help=ONE_PIECE,
                         cause="a collective takes numbers in the order in which they lie in memory. clone() "
                         "and empty_like() keep that order, whatever it is (NCCL refuses such tensors)",
                     )
                 trial.close(f"{what} ({kind})", actual, [each.to(dtype) for each in right])
+            lie_in_one_piece(trial, each_rank(case, "recording"), ONE_PIECE)
 
 
 def all_close(actual: list[Tensor | None], expected: list[Tensor]) -> bool:

@@ -52,6 +52,19 @@ def sends_at_most(
             )
 
 
+def lie_in_one_piece(trial: Trial, recordings: list[Recording], help: str) -> None:
+    """What collectives read and write does: gloo takes other tensors, too, and NCCL does not."""
+    for rank, recording in enumerate(recordings):
+        strewn = [event for event in recording.events if not event.in_one_piece]
+        trial.require(
+            not strewn,
+            f"{told(strewn)}: gloo takes this tensor, and NCCL refuses it, on GPUs, since it does not lie in "
+            "order in one piece of memory",
+            help=help,
+            rank=rank,
+        )
+
+
 def computes_a_share(
     trial: Trial, seen: SimpleNamespace, num_flops: float, cause: Callable[[Recording], str] = lambda _: ""
 ) -> None:
