@@ -1,9 +1,11 @@
 """Checks of `checkpoint`: what it computes, how often it calls the function, what that costs."""
 
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -59,19 +61,37 @@ HELP_INPUTS = "The second call gets what the first got: the inputs themselves, w
 # --- tensors that say which they are ---
 
 
+class Memory:
+    """Gives out at once what was given back, as allocators may: a tensor lies where another one was."""
+
+    def __init__(self) -> None:
+        self.free: list[bytearray] = []
+        self.addresses: list[int] = []
+
+    def full(self, number: int) -> Tensor:
+        place = self.free.pop() if self.free else bytearray(12)
+        array = np.frombuffer(place, dtype=np.float32)
+        array[:] = number
+        self.addresses.append(array.ctypes.data)
+        weakref.finalize(array, self.free.append, place)
+        return torch.from_numpy(array)
+
+
 class Keep(torch.autograd.Function):
     """Keeps tensors full of a number each; backward notes what it was given in their place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: list[int], asked: list[tuple[int, float]]) -> Tensor:
-        ctx.save_for_backward(*(torch.full((3,), float(n), device=x.device) for n in numbers))
+    def forward(
+        ctx: Any, x: Tensor, memory: Memory, numbers: list[int], asked: list[tuple[int, float]]
+    ) -> Tensor:
+        ctx.save_for_backward(*(memory.full(n).to(x.device) for n in numbers))
         ctx.numbers, ctx.asked = numbers, asked
         return x.sin()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.asked += [(n, float(given[0])) for n, given in zip(ctx.numbers, ctx.saved_tensors, strict=True)]
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 class Numbered(torch.nn.Module):
@@ -81,34 +101,43 @@ class Numbered(torch.nn.Module):
         super().__init__()
         self.calls: list[dict[str, Any]] = []
         self.asked: list[tuple[int, float]] = []
+        self.memory = Memory()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(describe_call(x))
         for numbers in ([1], [2, 3], [4]):
-            x = Keep.apply(x, numbers, self.asked)
+            x = Keep.apply(x, self.memory, numbers, self.asked)
         return x
 
 
-def numbered(rank: Any, x: Tensor) -> list[tuple[int, float]]:
-    """What backward asked for, and what it was given."""
+def numbered(rank: Any, x: Tensor) -> dict:
+    """What backward asked for and was given, and what it is given where an address stands for a tensor."""
     function = Numbered()
     y = checkpoint_of(rank, "mine")(function, x.requires_grad_())
     if y.requires_grad:
         with seeing(function.calls):
             y.sum().backward()
-    return function.asked
+    addresses = function.memory.addresses[:4]  # of the first call
+    by_address = list(dict.fromkeys(addresses))
+    return {
+        "asked": function.asked,
+        "by address": [1 + by_address.index(addresses[number - 1]) for number, _ in function.asked],
+    }
 
 
 @check("checkpoint")
 def backward_gets_the_tensors_that_it_asks_for(trial: Trial) -> None:
     """Where backward asks for the k-th tensor that the function kept, it gets the k-th."""
-    asked = trial.run(numbered, trial.normal(5))[0]
-    wrong = [(number, given) for number, given in asked if number != given]
+    seen = trial.run(numbered, trial.normal(5))[0]
+    asked, given = ([pair[i] for pair in seen["asked"]] for i in range(2))
     trial.require(
-        not wrong,
-        f"backward asked for the tensors {', '.join(str(number) for number, _ in asked)} of those that a "
-        f"function kept, in this order, and got {', '.join(f'{given:g}' for _, given in asked)}",
-        cause="the tensors of the second run are handed out in another order than backward asks for them",
+        asked == given,
+        f"backward asked for the tensors {', '.join(map(str, asked))} of those that a function kept, in this "
+        f"order, and got {', '.join(f'{number:g}' for number in given)}",
+        cause="tensors are told apart by where they lie, as data_ptr() says it: one may lie where another "
+        "was, which is gone"
+        if given == seen["by address"]
+        else "the tensors of the second run are handed out in another order than backward asks for them",
         help="Backward goes from the end to the start. Number the tensors when they are kept, hand the "
         "number to autograd instead, and find the tensor of the second run by it.",
     )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from grader.checks import Trial, check
 
-from .models import Layers, build, checkpoint_of, describe_call, gradients, next_numbers, seeing
+from .models import SEEDED, Layers, build, checkpoint_of, describe_call, gradients, next_numbers, seeing
 
 Autocasts = tuple[str, str]
 """Of a forward and of its backward: "off", or a dtype."""
@@ -84,12 +84,13 @@ class Masked(nn.Module):
         return (x * self.weight).sin()
 
 
-NEXT_ONES = {
-    "the second call drew those generators' next numbers": (False, True),
-    "the second call drew torch's next numbers, where generators are given": (True, False),
-    "the second call drew the next numbers of torch and of those generators": (True, True),
+OTHER_STARTS = {
+    "the second call drew those generators' next numbers": ("before", "late"),
+    "the second call drew torch's next numbers, where generators are given": ("late", "before"),
+    "the second call drew the next numbers of torch and of those generators": ("late", "late"),
+    SEEDED: ("before", "seeded"),
 }
-"""What it looks like → whether the second call draws torch's next numbers, and the generators'."""
+"""What it looks like → when torch's own state was what the second call begins with, and the generators'."""
 
 
 def torchs_own(device: torch.device) -> torch.Generator:
@@ -103,7 +104,7 @@ def states(generators: list[torch.Generator]) -> list[Tensor]:
 
 
 def own_generators(rank: Any, how: str, seed: int, as_iterator: bool, x: Tensor) -> dict:
-    """A checkpoint that is told of two generators; from them and from torch's others draw before backward.
+    """A checkpoint that is told of two generators; from all streams something is drawn before backward, too.
 
     "peek" are the numbers that follow the function's, "others" the gradients of known slips.
     """
@@ -112,23 +113,26 @@ def own_generators(rank: Any, how: str, seed: int, as_iterator: bool, x: Tensor)
         return {}
     module = build(Masked, seed, rank.device)
     module.generators = generators = [torch.Generator(rank.device).manual_seed(seed + i) for i in range(2)]
+    seeded = [None, *states(generators)]
+    for generator in generators:
+        torch.rand(3, device=rank.device, generator=generator)
     told = {} if how == "plain" else {"generators": iter(generators) if as_iterator else generators}
     streams = [torchs_own(rank.device), *generators]
-    before = states(streams)
+    starts = {"seeded": seeded, "before": states(streams)}
     y = checkpoint(module, x.requires_grad_(), **told)
     found = {"peek": [next_numbers(stream) for stream in streams]}
     for stream in streams:
         torch.rand(3, device=rank.device, generator=stream)
-    late = states(streams)
+    starts["late"] = states(streams)
     y.sum().backward()
     found |= {"x": x.grad.clone(), "weight": module.weight.grad.clone()}
     found["after"] = [next_numbers(stream) for stream in streams]
     others = {}
-    for cause, (of_torch, of_generators) in NEXT_ONES.items():
+    for cause, (of_torch, of_generators) in OTHER_STARTS.items():
         module.zero_grad()
         x.grad = None
         for i, stream in enumerate(streams):
-            stream.set_state((late if (of_generators if i else of_torch) else before)[i])
+            stream.set_state(starts[of_generators if i else of_torch][i])
         module(x).sum().backward()
         others[cause] = {"x": x.grad.clone(), "weight": module.weight.grad.clone()}
     return {**found, "others": others}

@@ -26,7 +26,7 @@ def keep(
     xs = [x.requires_grad_(differentiable) for x in xs]
     if (first := checkpoint(layers, xs[0][:1]).sum()).requires_grad:
         with seeing(layers.calls):
-            first.backward()  # what is made once, and gradients of weights, are there from now on
+            first.backward()  # what is made once is there from now on
     with rank.record(memory=True) as recording:
         tracemalloc.start()
         total = torch.stack([checkpoint(layers, x).sum() for x in xs]).sum()
@@ -35,6 +35,7 @@ def keep(
         recording.mark("after the forward")
         if total.requires_grad:
             total.backward()
+        layers.zero_grad()  # whether they are the tensors of before or new ones
         recording.mark("with the loss")
         del total
         gc.collect()

@@ -248,6 +248,10 @@ REMEMBERED = (
     "the generators of the first forward are remembered: those that the dropouts got after it drew their "
     "next numbers in the second run"
 )
+SEEDED = (
+    "the second run began with those generators' seeds, as after generator.manual_seed(...): they had drawn "
+    "before the first"
+)
 AT_THE_CHANGE = (
     "the generators were looked up once, when the model was changed: those that the dropouts got after it "
     "drew their next numbers in the second run"
