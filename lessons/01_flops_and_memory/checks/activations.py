@@ -150,6 +150,12 @@ def without_dropout(c: GPTConfig, b: int, s: int) -> list[Slip]:
     fused = "the fused core keeps no s by s matrix: that is what it is for"
     return [
         ("scores", "the log-sum-exp is missing: one number for each query of each head", -each_query),
+        (
+            "scores",
+            "the log-sum-exp is one number for each query of each head, a for a token: here it has as many "
+            "as a head has numbers, h/a",
+            each_query * (c.n_embd // c.n_head - c.n_head) / c.n_head,
+        ),
         ("scores", fused, scores),
         ("scores", f"{fused}. It keeps a log-sum-exp for each query", scores - each_query),
         ("scores", f"{fused}. Here it has two", 2 * scores),

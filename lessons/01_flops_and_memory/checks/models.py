@@ -198,8 +198,8 @@ ALTERATIONS = {
     "a small dropout counts as none here: any number above 0 keeps masks": partial(
         small_dropout_is_none, small=0.1
     ),
-    "a dropout of 0.01 counts as none here: any number above 0 keeps masks": partial(
-        small_dropout_is_none, small=0.01
+    "a dropout of 0.001 counts as none here: any number above 0 keeps masks": partial(
+        small_dropout_is_none, small=0.001
     ),
     "it is right for dropout > 0: without it, other tensors are kept": partial(alter, dropout=0.5),
     "it is right for a batch of one sequence: multiply by batch_size": partial(alter, batch_size=1),
