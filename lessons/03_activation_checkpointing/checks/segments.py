@@ -69,6 +69,12 @@ def first_of(num_blocks: int, candidates: object, key: object) -> int:
     return min((k for k in candidates if 1 <= k <= num_blocks), key=key)
 
 
+STAIRCASE = (
+    "that is where L/k is right, and with ceil(L/k) the bytes are a staircase, whose lowest step may lie "
+    "further off"
+)
+
+
 def slips(n: int, block: int, boundary: int) -> dict[str, float]:
     every = range(1, n + 1)
     root = math.sqrt(n * boundary / block) if block else n
@@ -98,9 +104,14 @@ def slips(n: int, block: int, boundary: int) -> dict[str, float]:
         "the best real number, rounded: the bytes are a staircase, so try the whole numbers": min(
             max(round(root), 1), n
         ),
-        "the better of the two whole numbers beside a square root: that is where L/k is right, and with "
-        "ceil(L/k) the bytes are a staircase, whose lowest step may lie further off": first_of(
+        f"the better of the two whole numbers beside a square root: {STAIRCASE}": first_of(
             n, {max(1, min(k, n)) for k in (int(root), int(root) + 1)}, lambda k: (bytes_of(k), k)
+        ),
+        f"the best of 1, num_blocks and the two whole numbers beside a square root: {STAIRCASE}": first_of(
+            n, {1, n, math.floor(root), math.ceil(root)}, lambda k: (bytes_of(k), k)
+        ),
+        "a group of all blocks has an input, too: at k = num_blocks one boundary is missing": first_of(
+            n, every, lambda k: bytes_of(k) - boundary * (k == n)
         ),
     }
 
