@@ -111,7 +111,10 @@ SLIPS = {
     ),
 }
 SCALED_TWICE = "what the forward keeps is multiplied in place: the second time it is multiplied again"
-ROUNDED = "something went through float32, as .float() and torch.zeros(()) make it: it has no more digits"
+ROUNDED = (
+    "something went through float32, as .float(), torch.zeros(()) and a quotient of whole numbers make it: "
+    "it has no more digits"
+)
 
 
 @contextmanager
@@ -162,19 +165,32 @@ def step(
 
 
 KEPT_ONCE = "it is that of the second loss: what is kept for backward lies in memory that all calls share"
+COUNTED_ONCE = "it is divided by how many targets counted in the call before"
 
 
 def two_losses(rank: Any, how: str, size: int, given: tuple[Tensor, Tensor, Tensor]) -> dict:
-    """Two losses of one head, the gradients of both, and the first before and after the second is there."""
+    """Two losses of one head, the gradients of both, and the first before and after the second is there.
+
+    In the second, fewer of as many targets count.
+    """
     function = rank.submission.chunked_cross_entropy if how == "mine" else whole
     x, weight, targets = given
     one, other, weight = (tensor.clone().requires_grad_() for tensor in (x, x.flip(0), weight))
     loss = function(one, weight, targets, size)
     before = loss.detach().clone()
-    another = function(other, weight, targets, size)
+    fewer = targets.clone()
+    fewer[::2] = -1
+    another = function(other, weight, fewer, size)
     after = loss.detach().clone()
     gradients = torch.autograd.grad(loss + another, (one, other, weight))
-    return {"before": before, "after": after, "gradients": gradients}
+    counted = [(each != -1).sum() for each in (targets, fewer)]
+    return {
+        "before": before,
+        "after": after,
+        "another": another.detach(),
+        "gradients": gradients,
+        "counted": counted,
+    }
 
 
 def require_two_losses(trial: Trial, seen: SimpleNamespace) -> None:
@@ -182,6 +198,14 @@ def require_two_losses(trial: Trial, seen: SimpleNamespace) -> None:
     mine, right = (trial.run(two_losses, how, seen.size, seen.given)[0] for how in ("mine", "whole"))
     help = "Return new memory in each call, and keep new memory for backward."
     trial.close("a loss, once another one is computed,", mine["after"], mine["before"], rtol=0.0, help=help)
+    before, now = right["counted"]
+    trial.close(
+        "a loss, of which fewer targets count than of the one before it,",
+        mine["another"],
+        right["another"],
+        alternatives={COUNTED_ONCE: right["another"] * now / before},
+        help="Count the targets of this call: numbers of tokens and chunks may be those of another one.",
+    )
     names = ("x", "the second loss's x", "weight")
     for name, given, expected in zip(names, mine["gradients"], right["gradients"], strict=True):
         trial.close(
@@ -278,7 +302,10 @@ def ended(
 def rounded(actual: Any, expected: Tensor) -> dict[str, Tensor | Fault]:
     """The cause of a float64 that differs from what is expected by as much as a float32 is rounded."""
     exact = isinstance(actual, Tensor) and expected.dtype == torch.float64
-    step = "Leave logits and sums in the dtype of x: without .float(), and with x.new_zeros(())."
+    step = (
+        "Leave logits and sums in the dtype of x: without .float(), and with x.new_zeros(()). Whole numbers "
+        "that are divided by each other go .to(x.dtype) before."
+    )
     return {ROUNDED: Fault(actual, step)} if exact and is_close(actual, expected, rtol=1e-5) else {}
 
 

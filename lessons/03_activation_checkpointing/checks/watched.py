@@ -79,10 +79,12 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
     blocks = build(lambda: GPT(GPTConfig(**config)).transformer.h, seed, rank.device)
     log, seen = Log(blocks), {}
     leaf, second, third = batches[0].requires_grad_(), *batches[1:]
+    view = sizes.view(-1)
     with rank.record(memory=True) as recording:
         y = forward(blocks, leaf, sizes)
         recording.mark("after the forward")
     seen["after a forward"], graph = sizes.detach().clone(), sizes.requires_grad
+    in_place = torch.equal(view.detach(), seen["after a forward"])
     called = [list(log.entries)]
     z = forward(blocks, second, sizes)
     seen["after two forwards"] = sizes.detach().clone()
@@ -119,6 +121,7 @@ def watch(rank: Any, how: str, config: dict, seed: int, batches: list[Tensor], s
         "called with block 0 in evaluation": [ran, ran_in_list],
         "sizes": seen,
         "left alone by": left,
+        "changed in place": in_place,
         "sizes require a gradient": graph,
         "called": called,
         "recording": recording,
@@ -274,6 +277,12 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
                 UNMOVED: "Write into the tensor that is handed over: sizes[i].lerp_(...), or sizes[i] = ....",
             },
         )
+    trial.require(
+        seen.mine["changed in place"],
+        "a view of `sizes`, which a dashboard holds, does not have its new numbers after a forward",
+        cause="`sizes` got other memory, as sizes.data = ... gives it",
+        help="Write into the tensor that is handed over: sizes[i].lerp_(...), or sizes[i] = ....",
+    )
     if not torch.equal(seen.mine["sizes"]["after backward"], seen.mine["sizes"]["after two forwards"]):
         return  # told by the next check
     for when, before in (
