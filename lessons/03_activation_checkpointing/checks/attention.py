@@ -18,6 +18,7 @@ from .models import (
     AT_THE_CHANGE,
     NEXT_NUMBERS,
     REMEMBERED,
+    SEEDED,
     STATE_BYTES,
     build,
     close_by_name,
@@ -27,6 +28,7 @@ from .models import (
     gradients,
     never_replayed,
     next_numbers,
+    replayed,
     replayed_as_of_now,
 )
 
@@ -359,6 +361,8 @@ def own_generators(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> 
         never_replayed(cores)
     elif how == "last alone":
         never_replayed(cores[:-1])
+    elif how == "seeded":
+        replayed(cores, seeded=True)
     elif how == "at the change":
         replayed_as_of_now(cores)
     give_generators(others, seed + 1, rank.device)
@@ -388,13 +392,23 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     def run(how: str) -> dict:
         return trial.run(own_generators, how, *inputs, seeds=seeds)[0]
 
-    mine = run("mine")
-    *others, last = mine["calls"]
+    mine, plain = run("mine"), run("plain")
+    *others, last = calls = mine["calls"]
     trial.require(
         any(others) or not last,
         f"the core of the last block ran {last} times, and those of the blocks before it never did",
         cause="every block runs the last block's core: a function made in a loop looks its variables up when "
         "it is called",
+        help=OWN_CORE,
+    )
+    alone = [i for i, times in enumerate(calls) if times == sum(calls) > 0]
+    trial.require(
+        not alone,
+        f"the core of block {alone[0] if alone else 0} ran {sum(calls)} times, and those of the other blocks "
+        "never did",
+        cause="every block runs that one's core: each may have a dropout, and a generator, of its own"
+        if sum(calls) >= sum(plain["calls"])
+        else "",
         help=OWN_CORE,
     )
     trial.require(
@@ -406,8 +420,9 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]
     slips[AT_THE_CHANGE] = lambda: run("at the change")["gradients"]
+    slips[SEEDED] = lambda: run("seeded")["gradients"]
     slips[LAST_CORES] = lambda: run("last alone")["gradients"]
-    close_with_generators(trial, mine, run("plain"), slips)
+    close_with_generators(trial, mine, plain, slips)
 
 
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> int:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from grader.checks import Trial, check, exercise
-from nanogpt.model import GPT, GPTConfig
+from nanogpt.model import GPT, Dropout, GPTConfig
 
 from .models import (
     AT_THE_CHANGE,
     NEXT_NUMBERS,
     REMEMBERED,
+    SEEDED,
     STATE_BYTES,
     Log,
     build,
@@ -22,9 +23,11 @@ from .models import (
     close_with_generators,
     forgetful,
     give_generators,
+    gpt,
     gradients,
     never_replayed,
     next_numbers,
+    replayed,
     replayed_as_of_now,
 )
 
@@ -367,9 +370,13 @@ def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx:
 
     For the first step, half of them get theirs after the change.
     """
-    model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
+    model = build(lambda: gpt(GPTConfig(**sizes), plain_attention=True), seed, rank.device)
     before, blocks = dict(model.named_parameters()), list(model.transformer.h)
-    soon, late = [block.mlp.dropout for block in blocks], [block.attn.resid_dropout for block in blocks]
+    cores = [block.attn.core for block in blocks]
+    for core in cores:
+        core.dropout = Dropout(core.dropout.p)
+    soon = [block.mlp.dropout for block in blocks] + [core.dropout for core in cores]
+    late = [block.attn.resid_dropout for block in blocks]
     give_generators(soon, seed, rank.device)
     if how == "mine":
         model = rank.submission.checkpoint_blocks(model, every)
@@ -377,6 +384,10 @@ def own_generators(rank: Any, how: str, every: int, sizes: dict, seed: int, idx:
         never_replayed(blocks)
     elif how == "first of its group":
         never_replayed([block for i, block in enumerate(blocks) if i % every])
+    elif how == "but the cores":
+        replayed(blocks, skip=[core.dropout for core in cores])
+    elif how == "seeded":
+        replayed(blocks, seeded=True)
     elif how == "at the change":
         replayed_as_of_now(blocks)
     give_generators(late, seed + len(soon), rank.device)
@@ -394,6 +405,11 @@ FIRST_BLOCKS = (
     "blocks drew their generators' next ones"
 )
 ALL_OF_THE_GROUP = "Look for generators in every block of the group: hand `checkpoint` those of all of them."
+BUT_THE_CORES = (
+    "the dropouts in the cores of attention drew their generators' next numbers, and all others the same "
+    "again"
+)
+ALL_PARTS = "Look through block.modules(): the Dropout of a core, deeper inside, is among them."
 
 
 @check("checkpoint_blocks")
@@ -411,13 +427,19 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     slips = {NEXT_NUMBERS: lambda: run("unaware")["gradients"]}
     slips[REMEMBERED] = lambda: run("remembered")["gradients"]
     slips[AT_THE_CHANGE] = lambda: run("at the change")["gradients"]
+    slips[BUT_THE_CORES] = lambda: run("but the cores")["gradients"]
+    slips[SEEDED] = lambda: run("seeded")["gradients"]
+    steps = {FIRST_BLOCKS: ALL_OF_THE_GROUP, BUT_THE_CORES: ALL_PARTS}
     for every in (1, 2):
         slips[FIRST_BLOCKS] = lambda every=every: run("first of its group", every)["gradients"]
-        close_with_generators(trial, run("mine", every), plain, slips, {FIRST_BLOCKS: ALL_OF_THE_GROUP})
+        close_with_generators(trial, run("mine", every), plain, slips, steps)
 
 
 def behind_frozen_tables(rank: Any, how: str, sizes: dict, seed: int, idx: Tensor) -> dict:
-    """A step of a GPT whose tables are frozen: what enters its first group needs no gradient."""
+    """A step of a GPT whose tables are frozen: what enters its first group needs no gradient.
+
+    Then another in which blocks alone are in training mode.
+    """
     model = build(lambda: GPT(GPTConfig(**sizes)), seed, rank.device)
     before, log = dict(model.named_parameters()), Log(model.transformer.h)
     model.transformer.wte.requires_grad_(False)
@@ -427,7 +449,12 @@ def behind_frozen_tables(rank: Any, how: str, sizes: dict, seed: int, idx: Tenso
     loss = model(idx)[0].square().mean()
     begun = len(log.entries)
     loss.backward()
-    return {"gradients": gradients(before), "again": log.entries[begun:]}
+    found = {"gradients": gradients(before), "again": log.entries[begun:]}
+    model.eval().transformer.h.train()
+    loss = model(idx)[0].square().mean()
+    begun = len(log.entries)
+    loss.backward()
+    return found | {"again in training mode": log.entries[begun:]}
 
 
 @check("checkpoint_blocks")
@@ -458,6 +485,16 @@ def the_first_group_may_follow_frozen_tables(trial: Trial) -> None:
     names = {name: f"the gradient of {name}, with frozen tables," for name in trained}
     help = "The weights of the first group get their gradients, though its input needs none."
     close_by_name(trial, names, mine["gradients"], trained, {}, help)
+    missing = sorted(set(range(config.n_layer)) - set(mine["again in training mode"]))
+    trial.require(
+        not missing,
+        "where the model is in evaluation mode, and its blocks train, backward does not compute the blocks "
+        f"{', '.join(map(str, missing))} again",
+        cause="the model's mode, model.training, is taken for that of each group"
+        if len(missing) == config.n_layer
+        else "",
+        help="Ask a group for its own mode: eval() on the model may be followed by train() on its blocks.",
+    )
 
 
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> list[int]:

@@ -6,9 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Trial, check
+from grader.checks import Fault, Trial, check
 
-from .models import SEEDED, Layers, build, checkpoint_of, describe_call, gradients, next_numbers, seeing
+from .models import (
+    IN_CHECKPOINT,
+    SEEDED,
+    Layers,
+    build,
+    checkpoint_of,
+    describe_call,
+    gradients,
+    next_numbers,
+    seeing,
+)
 
 Autocasts = tuple[str, str]
 """Of a forward and of its backward: "off", or a dtype."""
@@ -158,7 +168,10 @@ def given_generators_repeat(trial: Trial) -> None:
                 f"the gradient of {name}, {where}",
                 mine[name],
                 plain[name],
-                alternatives={cause: gradients[name] for cause, gradients in plain["others"].items()},
+                alternatives={
+                    cause: Fault(gradients[name], IN_CHECKPOINT if cause == SEEDED else "")
+                    for cause, gradients in plain["others"].items()
+                },
                 help=f"{help} An iterator is used up after one pass: make a list of it."
                 if as_iterator
                 else help,

@@ -2,7 +2,7 @@
 
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -216,9 +216,14 @@ def never_replayed(modules: list[nn.Module]) -> None:
         module.forward = partial(unaware, module.forward)
 
 
-def aware(generators: list[torch.Generator], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """A checkpoint that knows of these generators, too, and of no others."""
-    before, first = [each.get_state() for each in generators], [True]
+def aware(
+    generators: list[torch.Generator], function: Callable[..., Tensor], *inputs: Tensor, seeded: bool = False
+) -> Tensor:
+    """A checkpoint that knows of these generators, too, and of no others; on request it seeds them again."""
+    begins = [each.clone_state() for each in generators]
+    for each in begins if seeded else []:
+        each.manual_seed(each.initial_seed())
+    before, first = [each.get_state() for each in begins], [True]
 
     def run(*inputs: Tensor) -> Tensor:
         if first:
@@ -236,11 +241,26 @@ def aware(generators: list[torch.Generator], function: Callable[..., Tensor], *i
     return torch_checkpoint(run, *inputs, use_reentrant=False)
 
 
+def own_generators(module: nn.Module, skip: Sequence[nn.Module] = ()) -> list[torch.Generator]:
+    """Those of all parts of a module, but of these."""
+    parts = [part for part in module.modules() if part not in skip]
+    return [part.generator for part in parts if getattr(part, "generator", None) is not None]
+
+
 def replayed_as_of_now(modules: list[nn.Module]) -> None:
     """Have each of them computed again by a checkpoint that knows the generators it has now."""
     for module in modules:
-        own = [part.generator for part in module.modules() if getattr(part, "generator", None) is not None]
-        module.forward = partial(aware, own, module.forward)
+        module.forward = partial(aware, own_generators(module), module.forward)
+
+
+def replayed(modules: list[nn.Module], skip: Sequence[nn.Module] = (), seeded: bool = False) -> None:
+    """Have each of them computed again with all generators but those of `skip`; on request seeded again."""
+    for module in modules:
+
+        def forward(*inputs: Tensor, module: nn.Module = module, old: Callable = module.forward) -> Tensor:
+            return aware(own_generators(module, skip), old, *inputs, seeded=seeded)
+
+        module.forward = forward
 
 
 NEXT_NUMBERS = "the second run drew those generators' next numbers"
@@ -251,6 +271,9 @@ REMEMBERED = (
 SEEDED = (
     "the second run began with those generators' seeds, as after generator.manual_seed(...): they had drawn "
     "before the first"
+)
+IN_CHECKPOINT = (
+    "In `checkpoint`, get_state() of each generator before the first call, and set_state() for the second."
 )
 AT_THE_CHANGE = (
     "the generators were looked up once, when the model was changed: those that the dropouts got after it "
@@ -273,6 +296,7 @@ def close_with_generators(
         "Look for a `generator` among the modules that are computed again, each time that they are: it may "
         "be given to a Dropout later. `checkpoint` takes them as generators=..."
     )
+    steps = {SEEDED: IN_CHECKPOINT, **(steps or {})}
     left = (
         "The second run must leave generators as it finds them. (PyTorch's checkpoint ends it with an "
         "exception: set them back in a `finally`.)"
