@@ -335,12 +335,12 @@ def every_output_is_passed_on_at_once(trial: Trial) -> None:
         )
 
 
-def sent_by(recording: Any, number: int) -> int:
-    """Bytes sent before the layer is called for the micro-batch after the next."""
+def sent_by(recording: Any, number: int, later: int = 1) -> int:
+    """Bytes sent while the layer was called for no micro-batch beyond `number + later`."""
     return sum(
         event.num_bytes
         for event in recording.events
-        if event.kind == "send" and event.after != "end" and int(event.after or 0) <= number + 1
+        if event.kind == "send" and event.after != "end" and int(event.after or 0) <= number + later
     )
 
 
@@ -434,7 +434,7 @@ def no_rank_waits_for_its_receiver(trial: Trial) -> None:
 
 
 def wait_for_the_next(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
-    """Rank 0 goes on with micro-batch i + 2 only when rank 1 has begun i, or after a while."""
+    """Rank 0 goes on with micro-batch i + 1 only when rank 1 has begun i, or after a while."""
     heard: list[bool] = []
     begun = 0
 
@@ -442,8 +442,8 @@ def wait_for_the_next(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
         nonlocal begun
         recording.mark(f"{begun}")
         rank.tell(f"rank {rank.rank} begins {begun}")
-        if rank.rank == 0 and begun > 1 and all(heard):
-            heard.append(rank.hears([f"rank 1 begins {begun - 2}"], PATIENCE))
+        if rank.rank == 0 and begun and all(heard):
+            heard.append(rank.hears([f"rank 1 begins {begun - 1}"], PATIENCE))
         begun += 1
         return -x
 
@@ -453,23 +453,46 @@ def wait_for_the_next(rank: Any, inputs: list[Tensor]) -> dict[str, Any]:
     return {"heard": heard, "recording": recording}
 
 
-@check("relay_microbatches", world_sizes=(2,), subgroup=False)
-def what_has_arrived_is_computed(trial: Trial) -> None:
-    """A rank computes what has arrived before it waits for the next: all ranks work at the same time."""
+def observe_next(trial: Trial) -> SimpleNamespace:
+    """The micro-batch that rank 1 does not begin while rank 0 is in the next one, and what has been sent."""
     inputs = [trial.normal(3, 3) for _ in range(4)]
     for _ in range(3):  # a machine that is busy elsewhere gets three chances
         first, second = trial.run(wait_for_the_next, inputs)
         if all(first["heard"]):
-            return
+            return SimpleNamespace(number=None)
     number = len(first["heard"]) - 1
     early = [e for e in second["recording"].events if e.kind == "recv" and not e.after]
-    trial.require(
-        sent_by(first["recording"], number) < (number + 1) * inputs[0].nbytes,
-        f"it has been sent micro-batch {number}, and does not begin it: rank 0 waits for that in vain, in "
-        f"micro-batch {number + 2}",
-        cause="it receives every micro-batch before it computes the first"
-        if len(early) == len(inputs)
-        else "",
+    return SimpleNamespace(
+        number=number,
+        is_sent=sent_by(first["recording"], number, later=0) >= (number + 1) * inputs[0].nbytes,
+        receives_all=len(early) == len(inputs),
+    )
+
+
+@check("relay_microbatches", world_sizes=(2,), subgroup=False)
+def no_output_is_held_back(trial: Trial) -> None:
+    """An output is on its way before the next micro-batch is computed: it does not wait for that."""
+    seen = trial.once(observe_next)
+    if seen.number is None or seen.is_sent:
+        return
+    trial.wrong(
+        f"it has computed micro-batch {seen.number} and begins {seen.number + 1}, and the output of "
+        f"{seen.number} is not sent: rank 1 waits for it in vain",
+        help="isend an output right after its layer call, before the next one is received or computed.",
+        rank=0,
+    )
+
+
+@check("relay_microbatches", world_sizes=(2,), subgroup=False)
+def what_has_arrived_is_computed(trial: Trial) -> None:
+    """A rank computes what has arrived before it waits for the next: all ranks work at the same time."""
+    seen = trial.once(observe_next)
+    if seen.number is None or not seen.is_sent:
+        return
+    trial.wrong(
+        f"it has been sent micro-batch {seen.number}, and does not begin it: rank 0 waits for that in vain, "
+        f"in micro-batch {seen.number + 1}",
+        cause="it receives every micro-batch before it computes the first" if seen.receives_all else "",
         help="Receive one, compute it and send it on; then receive the next.",
         rank=1,
     )
