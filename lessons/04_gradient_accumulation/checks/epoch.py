@@ -1,6 +1,7 @@
 """Checks of `train_epoch` (find the bug): an epoch's steps, each on all counted targets of its group."""
 
 import math
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,13 @@ from .epoch_truth import (
     epochs,
     freeze,
     gradient_of,
+    groups,
+    in_order,
     leave_gradients,
     make,
     tools,
 )
+from .memory import CONFIGS
 from .models import build
 
 exercise(
@@ -54,9 +58,11 @@ def train(
 ) -> dict[str, Any]:
     """The probe: what the optimizer found at each of its steps, and what the epochs left behind.
 
-    `broken`: a weight is NaN.
+    One block is in evaluation mode, as what is not trained any more may be. `broken`: a weight is NaN.
     """
     model = make(GPTConfig(**config), seed, sharpness).to(rank.device)
+    model.transformer.h[0].eval()
+    before = modes_of(model)
     if left:
         leave_gradients(model)
     if frozen:
@@ -67,7 +73,7 @@ def train(
     optimizer, scheduler = tools(model, part)
     steps: list[dict[str, Any]] = []
     shapes: list[tuple[int, ...]] = []
-    modes: list[bool] = []
+    modes: list[dict[str, bool]] = []
     losses = []
     attached = False
 
@@ -76,10 +82,11 @@ def train(
 
     optimizer.register_step_post_hook(look)  # a closure makes gradients within the step, which leaves them
     model.transformer.wte.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    model.transformer.drop.register_forward_pre_hook(lambda drop, _: modes.append(drop.training))
+    model.transformer.drop.register_forward_pre_hook(lambda *_: modes.append(modes_of(model)))
     given = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
-    for _ in range(num_epochs):
-        found = rank.submission.train_epoch(model, optimizer, scheduler, given, accumulate)
+    for epoch in range(num_epochs):
+        now = in_order(given, epoch)
+        found = rank.submission.train_epoch(model, optimizer, scheduler, now, accumulate)
         attached |= any(isinstance(loss, torch.Tensor) and loss.requires_grad for loss in found)
         losses.append([float(loss.detach() if isinstance(loss, torch.Tensor) else loss) for loss in found])
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -92,14 +99,36 @@ def train(
         "shapes": shapes,
         "attached": attached,
         "kept": kept,
-        "modes": modes,
-        "modes after": [module.training for module in model.modules()],
+        "modes": before,
+        "modes during": modes,
+        "modes after": modes_of(model),
     }
+
+
+def modes_of(model: torch.nn.Module) -> dict[str, bool]:
+    """Which of its modules are in training mode, by name."""
+    return {name or "the model": module.training for name, module in model.named_modules()}
 
 
 def alike(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Whether two micro-batches are the same."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def train_held(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> dict[str, Any]:
+    """The probe: what becomes of a frozen parameter that an optimizer with weight decay holds."""
+    model = make(GPTConfig(**config), seed, 1.0).to(rank.device)
+    leave_gradients(model)
+    freeze(model)
+    frozen = model.transformer.wpe.weight
+    before, has_zeros = frozen.clone(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    optimizer.register_step_post_hook(
+        lambda *_: has_zeros.append(frozen.grad is not None and not frozen.grad.any())
+    )
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    rank.submission.train_epoch(model, optimizer, scheduler, batches, 2)
+    return {"same": torch.equal(frozen, before), "has zeros": all(has_zeros)}
 
 
 def measure(rank: Any, config: dict[str, Any], seed: int, batches: Batches) -> list[Any]:
@@ -184,6 +213,8 @@ def require_gradients(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     fits = [is_close(step["gradient"], expected) for step, expected in pairs]
     if fits and fits[0] and not all(fits):
         require_rates(trial, seen, "scheduler.step() belongs beside optimizer.step().")  # that is why
+    if not all(fits):
+        require_order(trial, seen)
     slips = {} if all(fits) else SLIPS  # they take time to compute
     wrong = {text: epochs(seen.case, seen.num_epochs, slip).gradients for text, slip in slips.items()}
     for i, (step, expected) in enumerate(pairs):
@@ -195,6 +226,31 @@ def require_gradients(trial: Trial, seen: SimpleNamespace, help: str) -> None:
             factors={"accumulate": float(seen.case.accumulate)},
             help=help,
         )
+
+
+def require_order(trial: Trial, seen: SimpleNamespace) -> None:
+    """Where the model ran once on each micro-batch, each step ran on its own."""
+    steps = [
+        [tuple(inputs.shape) for inputs, _ in group]
+        for epoch in range(seen.num_epochs)
+        for group in groups(in_order(seen.case.batches, epoch), seen.case.accumulate)
+    ]
+    ran = iter(seen.result["shapes"])
+    if sorted(seen.result["shapes"]) != sorted(chain.from_iterable(steps)):
+        return
+    for i, own in enumerate(steps):
+        these = list(islice(ran, len(own)))
+        trial.require(
+            sorted(these) == sorted(own),
+            f"{told(seen.case)}: step {i + 1} ran on tokens of {listed(these)}, and its own micro-batches "
+            f"have {listed(own)}",
+            cause="the micro-batches are taken in another order than they are given in",
+            help="Take them as they come: the first `accumulate` make the first step.",
+        )
+
+
+def listed(shapes: list[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, shapes))
 
 
 def require_losses(trial: Trial, seen: SimpleNamespace, help: str) -> None:
@@ -302,11 +358,14 @@ def a_step_for_every_group(trial: Trial) -> None:
     """Micro-batches that are all alike: each step is one on the mean of its group."""
     seen = trial.once(observe_even)
     require_count(trial, seen, "One optimizer step for `accumulate` micro-batches.")
-    for when, modes in (("during", seen.result["modes"]), ("after", seen.result["modes after"])):
+    before = seen.result["modes"]
+    for when, found in (("during", seen.result["modes during"]), ("after", [seen.result["modes after"]])):
+        other = next((name for modes in found for name in before if modes[name] != before[name]), "")
         trial.require(
-            all(modes),
-            f"the model was in training mode before the epoch, and not {when} it",
-            help="train() and eval() are the caller's: in evaluation mode nothing is dropped.",
+            not other,
+            f"{other} was in {'training' if before.get(other) else 'evaluation'} mode before the epoch, and "
+            f"not {when} it",
+            help="train() and eval() are the caller's, and reach every module: one may be in another mode.",
         )
     require_gradients(trial, seen, "Gradients of a group add up; a new group starts from nothing.")
 
@@ -441,15 +500,34 @@ def one_microbatch_at_a_time(trial: Trial) -> None:
         cause="what the forward keeps is there for all of them together" if all_alive else "",
         help="backward() after each forward frees what it kept: one backward for the sum of losses does not."
         if all_alive
-        else "Of a micro-batch, gradients and its loss as a number stay: nothing else has to.",
+        else "backward() without retain_graph=True frees what its forward kept. Of a micro-batch, gradients "
+        "and its loss as a number stay: nothing else has to.",
     )
 
 
 def observe_memory(trial: Trial) -> SimpleNamespace:
+    """Blocks keep nearly all: what is alive of another forward is no small part of the peak."""
     case = draw(trial, 8, 8, sharpness=1.0, even=True)
+    case.config = CONFIGS["a small vocabulary"]
     case.batches = [
         tuple(trial.tokens(case.config.vocab_size, 24, 12) for _ in range(2)) for _ in case.batches
     ]
     one, group = trial.run(measure, vars(case.config), case.seed, case.batches)[0]
     gradients = 4 * sum(p.numel() for p in build(case.config, 0).parameters())
     return SimpleNamespace(case=case, one=one.peak_bytes, group=group.peak_bytes, gradients=gradients)
+
+
+@check("train_epoch", optional=True)
+def a_frozen_parameter_does_not_decay(trial: Trial) -> None:
+    """A frozen parameter stays as it is, also where an optimizer with weight decay holds it."""
+    case = draw(trial, 4, 2, sharpness=1.0)
+    found = trial.run(train_held, vars(case.config), case.seed, case.batches)[0]
+    trial.require(
+        found["same"],
+        "the positions are frozen, and held by an AdamW: after the epoch they are others",
+        cause="at the steps their .grad is zeros, and not None: weight decay moves what has a .grad, if only "
+        "of zeros"
+        if found["has zeros"]
+        else "",
+        help="zero_grad() makes it None, unless it is told set_to_none=False: the optimizer skips None.",
+    )

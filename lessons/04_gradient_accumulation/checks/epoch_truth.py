@@ -42,12 +42,12 @@ def freeze(model: GPT) -> None:
 def tools(model: GPT, part: bool = False) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Plain SGD, so that no factor is hidden, and a rate that falls with each step of the scheduler.
 
-    As where weights decay and the rest does not, it holds matrices in one group, and the rest in another.
+    As where layers have rates of their own, it holds parameters in two groups, each with weights and norms.
     `part`: it holds the parameters of the blocks alone.
     """
     trained = list((model.transformer.h if part else model).parameters())
-    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
-    optimizer = torch.optim.SGD([{"params": matrices}, {"params": others}], lr=RATE)
+    half = len(trained) // 2
+    optimizer = torch.optim.SGD([{"params": trained[:half]}, {"params": trained[half:]}], lr=RATE)
     return optimizer, LambdaLR(optimizer, lambda step: DECAY**step)
 
 
@@ -66,6 +66,10 @@ class Slip:
     """A micro-batch is a share of `accumulate` micro-batches that begin with it, and not of its group."""
     first_count: bool = False
     """Every group's losses are divided by how many targets the first group counts."""
+    first_epoch: bool = False
+    """How many targets a group counts is kept from the first epoch."""
+    no_zeros: bool = False
+    """Targets of token 0 are not counted either."""
     clip_each: bool = False
     clip: bool = True
     clip_rest: bool = True
@@ -81,11 +85,15 @@ class Slip:
     """The same after an epoch's first step: before it, all gradients are cleared."""
     divides_held: bool = False
     """Sums of losses are accumulated, and divided in what the optimizer holds; the norm counts all."""
+    divides_first: bool = False
+    """The same, and divided in the first of the optimizer's groups of parameters alone."""
     by_value: bool = False
     by_group: bool = False
     """Each of the optimizer's groups of parameters is clipped by itself."""
     first_group: bool = False
     """The first of the optimizer's groups of parameters alone is clipped."""
+    matrices: bool = False
+    """Parameters of one dimension are not clipped, and the norm leaves them out."""
     always: bool = False
     """A gradient of a smaller norm is scaled to norm 1, too."""
     leaves_one: bool = False
@@ -131,6 +139,7 @@ def draw(
             share = 0.0 if i == 1 else 0.1 if i % 2 else 0.8  # few count in every other one
             ignored = [j for j in range(1, targets.numel()) if trial.rng.random() > share]
             targets.view(-1)[ignored] = -1
+            targets.view(-1)[0] *= i > 0  # a token 0 that counts
         if i == empty:
             targets[:] = -1
         batches.append((inputs, targets))
@@ -146,9 +155,14 @@ def draw(
     )
 
 
-def groups(case: Any) -> Iterator[Batches]:
-    for first in range(0, len(case.batches), case.accumulate):
-        yield case.batches[first : first + case.accumulate]
+def groups(batches: Batches, accumulate: int) -> Iterator[Batches]:
+    for first in range(0, len(batches), accumulate):
+        yield batches[first : first + accumulate]
+
+
+def in_order(batches: Batches, epoch: int) -> Batches:
+    """Every other epoch takes them from the last to the first."""
+    return batches[::-1] if epoch % 2 else batches
 
 
 def counting(group: Batches, slip: Slip) -> list[int]:
@@ -161,6 +175,8 @@ def counting(group: Batches, slip: Slip) -> list[int]:
 def share_of(slip: Slip, goals: Tensor, group: Batches, accumulate: int) -> float:
     """The weight of a micro-batch's mean."""
     every = sum(counted(each) for _, each in group)
+    if slip.no_zeros:
+        every = sum(int((each > 0).sum()) for _, each in group)
     size = sum(each.numel() for _, each in group)
     return {
         "targets": counted(goals) / every,
@@ -199,9 +215,10 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
         freeze(model)
     optimizer, scheduler = tools(model, case.part)
     seen = SimpleNamespace(gradients=[], losses=[], rates=[], weights=None)
-    for _ in range(num_epochs):
+    for epoch in range(num_epochs):
         seen.losses.append([])
-        for i, group in enumerate(groups(case)):
+        batches = in_order(case.batches, epoch)
+        for i, group in enumerate(groups(batches, case.accumulate)):
             if slip.zero_held or (slip.zero_once and i):
                 optimizer.zero_grad()
             elif slip.zero_trained:
@@ -217,8 +234,10 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             for place in counting(group, slip):
                 inputs, goals = group[place]
                 here = i * case.accumulate + place
-                whole = case.batches[here : here + case.accumulate] if slip.from_here_on else group
-                whole = case.batches[: case.accumulate] if slip.first_count else whole
+                whole = batches[here : here + case.accumulate] if slip.from_here_on else group
+                whole = batches[: case.accumulate] if slip.first_count else whole
+                first = i * case.accumulate
+                whole = case.batches[first : first + case.accumulate] if slip.first_epoch else whole
                 loss = model(inputs, goals)[1] * share_of(slip, goals, whole, case.accumulate)
                 loss.backward()
                 total = loss.item() + (0.0 if slip.last_loss else total)
@@ -226,8 +245,9 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
                     nn.utils.clip_grad_norm_(model.parameters(), NORM)
             if slip.clip_sum:
                 clip_sum(model, every)
-            if slip.divides_held:
-                held = {p for part in optimizer.param_groups for p in part["params"]}
+            if slip.divides_held or slip.divides_first:
+                parts = optimizer.param_groups[: 1 if slip.divides_first else None]
+                held = {p for part in parts for p in part["params"]}
                 for parameter in set(model.parameters()) - held:
                     if parameter.grad is not None:
                         parameter.grad *= every
@@ -239,6 +259,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             elif slip.by_group or slip.first_group:
                 for part in optimizer.param_groups[: 1 if slip.first_group else None]:
                     nn.utils.clip_grad_norm_(part["params"], NORM)
+            elif slip.matrices:
+                nn.utils.clip_grad_norm_([p for p in model.parameters() if p.dim() > 1], NORM)
             elif slip.always:
                 normalize(model)
             elif slip.clip and (slip.clip_rest or len(group) == case.accumulate):
@@ -266,6 +288,10 @@ SLIPS = {
     "each micro-batch weighs by its share of microbatches[i : i + accumulate], which begin with itself: its "
     "group begins at i - i % accumulate": Slip(from_here_on=True),
     "every step is divided by the first step's counted targets: count anew for each": Slip(first_count=True),
+    "how many targets a step counts is kept from an epoch before, which had others there: count anew": Slip(
+        first_epoch=True
+    ),
+    "targets of token 0 are not counted: only -1 does not count": Slip(no_zeros=True),
     "clipped after every micro-batch: what came first is clipped again and again": Slip(clip_each=True),
     "the mean of means, clipped after every micro-batch": Slip(weigh="means", clip_each=True),
     "each loss divided by accumulate, and clipped after every micro-batch": Slip(
@@ -280,6 +306,8 @@ SLIPS = {
     "the first entry of optimizer.param_groups alone was clipped: there may be others": Slip(
         first_group=True
     ),
+    "parameters of one dimension, such as those of a norm, were not clipped: the norm is that of all "
+    "together": Slip(matrices=True),
     "it is scaled to norm 1 where its norm is less, too: clipping leaves a small gradient as it is": Slip(
         always=True
     ),
@@ -301,6 +329,8 @@ SLIPS = {
     "them: optimizer.zero_grad() leaves them": Slip(zero_once=True),
     "gradients of a sum of losses are divided where the optimizer holds the parameter, and the norm counts "
     "the others undivided": Slip(divides_held=True),
+    "gradients of a sum of losses are divided in the first entry of optimizer.param_groups alone: there may "
+    "be others": Slip(divides_first=True),
     "a group ends at a micro-batch without counted targets: what comes after it is not run": Slip(stops=True),
     "0 times NaN: the mean of a micro-batch without counted targets is 0/0": Slip(zero_times_nan=True),
     "clipped before it is divided: the norm of a sum of losses is larger than that of their mean": Slip(
