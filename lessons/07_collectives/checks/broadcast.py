@@ -8,7 +8,18 @@ from torch import Tensor
 from grader.checks import CheckEnded, Fault, Trial, check, exercise, is_close
 
 from .carried import require_carried
-from .cases import Case, ask, draw, dtypes, layouts, require_between, require_in_place, sizes
+from .cases import (
+    SPACED,
+    TRANSPOSED,
+    Case,
+    ask,
+    draw,
+    dtypes,
+    layouts,
+    require_between,
+    require_in_place,
+    sizes,
+)
 from .traffic import SMALL, require_messages_alone, require_waits, sends
 
 exercise(
@@ -51,7 +62,18 @@ def observe_sizes(trial: Trial) -> SimpleNamespace:
 
 
 def observe_layouts(trial: Trial) -> SimpleNamespace:
-    return ask(trial, "broadcast", from_sources(trial, layouts(trial)))
+    """The shared ones, then one of one dimension and one of three."""
+    n = trial.num_ranks
+    others = [draw(trial, 2 * n + 1, layout=SPACED), draw(trial, 3, n + 1, 4, layout=TRANSPOSED)]
+    return ask(trial, "broadcast", from_sources(trial, [*layouts(trial), *others]))
+
+
+def observe_bits(trial: Trial) -> SimpleNamespace:
+    """-0.0 where the others have -1, and complex numbers."""
+    source = trial.num_ranks - 1
+    zeros = [torch.full((5,), -0.0 if r == source else -1.0) for r in range(trial.num_ranks)]
+    pairs = [torch.view_as_complex(value) for value in draw(trial, 5, 2).values]
+    return ask(trial, "broadcast", [Case(values, source=source) for values in (zeros, pairs)])
 
 
 def observe_slow(trial: Trial) -> SimpleNamespace:
@@ -168,8 +190,36 @@ def any_size_is_broadcast(trial: Trial) -> None:
 
 @check("broadcast", world_sizes=FEW)
 def any_dtype_is_broadcast(trial: Trial) -> None:
-    """Whole numbers, truth values, float64 and bfloat16 arrive bit for bit."""
+    """Whole numbers, truth values, complex ones, float64 and bfloat16 arrive bit for bit."""
     require_the_sources(trial, trial.once(observe_sources), "Send the tensor's own dtype.")
+    seen = trial.once(observe_bits)
+    for case, answers in zip(seen.cases, seen.answers, strict=True):
+        expected = case.values[case.source]
+        for r, answer in enumerate(answers):
+            tensor = answer["tensor"]
+            same = tensor.dtype == expected.dtype and torch.equal(bits(tensor), bits(expected))
+            trial.require(
+                same,
+                f"the tensor ({case}) begins with {tensor[0].item():.4g} after the call, where the source's "
+                f"begins with {expected[0].item():.4g}",
+                cause=what_is_lost(tensor, expected),
+                help="Send the tensor's own bytes, and write what came with copy_(): no sum, no other dtype.",
+                rank=r,
+            )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Its bytes."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def what_is_lost(tensor: Tensor, expected: Tensor) -> str:
+    """What became of it on the way, if that is seen."""
+    if tensor.is_complex() and expected.is_complex() and torch.equal(tensor.real, expected.real):
+        return "the real parts came, and the imaginary ones are not those of the source"
+    if not expected.is_complex() and torch.equal(tensor, expected):
+        return "the sign of zero is gone: 0.0 + -0.0 is 0.0"
+    return ""
 
 
 @check("broadcast", world_sizes=(2, 3), subgroup=False)
@@ -271,20 +321,36 @@ def require_few_rounds(trial: Trial, edges: list[tuple], source: int, rounds: in
     """
     if any(receiver is None for _, receiver, _ in edges):
         return
-    comes, reached = {source: 0}, [source]  # in which round the tensor comes to a rank
-    for r in reached:
-        receivers = [receiver for sender, receiver, _ in edges if sender == r and receiver not in comes]
-        comes |= {receiver: comes[r] + turn for turn, receiver in enumerate(receivers, start=1)}
-        reached += receivers
+    comes = rounds_of(edges, source)
     last = max(comes, key=lambda r: comes[r])
-    chain = comes[last] == trial.num_ranks - 1 > rounds
+    senders = [sender for sender, _, _ in edges]
+    chain = comes[last] == trial.num_ranks - 1 > rounds and len(set(senders)) == len(senders)
+    turned = rounds_of(edges[::-1], source)  # every rank serves those whom it serves last first
+    cause = "some ranks that have it send no more while others wait for it"
+    help = "Whoever has received the tensor helps to send it, and so does the source: it goes on sending."
+    if chain:
+        cause = "a chain: each rank sends to the next one"
+    elif max(turned.values()) <= rounds:
+        cause = (
+            "the tree is right, and the order is not: who has few to pass it on to is served first. Were "
+            f"each rank's messages sent from the last to the first, {rounds} rounds would do"
+        )
+        help = "Serve first the rank that has the most others behind it: the largest step comes first."
     trial.require(
         comes[last] <= rounds,
         f"the tensor comes to it in round {comes[last]} (source {source}), where a rank sends one message in "
         f"a round; a binomial tree takes ceil(log2 {trial.num_ranks}) = {rounds}",
-        cause="a chain: each rank sends to the next one"
-        if chain
-        else "some ranks that have it send no more while others wait for it",
-        help="Whoever has received the tensor helps to send it, and so does the source: it goes on sending.",
+        cause=cause,
+        help=help,
         rank=last,
     )
+
+
+def rounds_of(edges: list[tuple], source: int) -> dict[int, int]:
+    """In which round the tensor comes to a rank, where who has it sends one message in each."""
+    comes, reached = {source: 0}, [source]
+    for r in reached:
+        receivers = [receiver for sender, receiver, _ in edges if sender == r and receiver not in comes]
+        comes |= {receiver: comes[r] + turn for turn, receiver in enumerate(receivers, start=1)}
+        reached += receivers
+    return comes
