@@ -40,8 +40,8 @@ class Case:
     training: bool = True
     before: dict[str, Tensor] | None = None
     """What stands in `.grad` before the call."""
-    twice: bool = False
-    """It stands there because an earlier call, with the tokens from back to front, has left it there."""
+    earlier: Tensor | None = None
+    """The targets of an earlier call, with the tokens from back to front, which has left it there."""
     frozen: tuple[str, ...] = ()
     broken: bool = False
     """A weight is NaN."""
@@ -66,7 +66,7 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         model.train(case["training"])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in case["frozen"])
-            if case["before"] and not case["twice"]:
+            if case["before"] and case["earlier"] is None:
                 parameter.grad = case["before"][name].clone()
         if case["broken"]:
             with torch.no_grad():
@@ -80,8 +80,9 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         drop.register_forward_pre_hook(lambda module, _, modes=modes: modes.append(module.training))
         inputs, targets = case["inputs"].clone(), case["targets"].clone()
         rank.seed(case["seed"])
-        if case["twice"]:
-            rank.submission.accumulate_gradients(model, inputs.flip(1), targets, case["num_microbatches"])
+        if case["earlier"] is not None:
+            earlier = case["earlier"].clone()
+            rank.submission.accumulate_gradients(model, inputs.flip(1), earlier, case["num_microbatches"])
         loss = rank.submission.accumulate_gradients(model, inputs, targets, case["num_microbatches"])
         is_tensor = isinstance(loss, Tensor)
         results.append(
@@ -214,7 +215,9 @@ NOT_ITS_LOSS = "it is that of the plain cross entropy of the logits: this model 
 
 def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help: str) -> None:
     """Loss and gradients are those of one pass over the whole batch."""
+    counts: set[int] = set()
     for case, result in seen:
+        counts |= set() if case.earlier is None else {counted(case.earlier)}
         whole = [(case.inputs, case.targets, 1.0)]
         loss, added = weighted(case.config, case.seed, whole, case.smoothing)
         before = {name: value.double() for name, value in (case.before or {}).items()}
@@ -239,6 +242,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             explained = any(agree(actual, other) for other in alternatives.values())
             alternatives |= kept_slips(case, name, added[name])
             alternatives |= {} if explained else of_cut_sequences(case, result["lengths"], actual)
+            alternatives |= {} if explained else of_earlier_counts(case, name, added[name], counts)
             trial.close(
                 f"{case.told}: the gradient of {name}",
                 actual,
@@ -256,6 +260,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             factors=factors,
             help=help if isinstance(result["loss"], Tensor) else "Return a tensor, and detach it.",
         )
+        counts.add(counted(case.targets))
 
 
 def of_cut_sequences(case: Case, lengths: list[int], actual: Any) -> dict[str, Fault]:
@@ -268,6 +273,19 @@ def of_cut_sequences(case: Case, lengths: list[int], actual: Any) -> dict[str, F
         f"batch have {length}: tokens without a counted target are the context of others all the same"
     )
     return {told: Fault(actual, "Cut the batch into whole rows, whatever counts in them.")}
+
+
+def of_earlier_counts(case: Case, name: str, added: Tensor, counts: set[int]) -> dict[str, Fault]:
+    """What becomes of a gradient where a call divides by as many targets as one of those before it counts."""
+    every = counted(case.targets)
+    found = {}
+    for count in counts - {every}:
+        before = 0.0 if case.before is None else case.before[name].double()
+        left = before if case.earlier is None else before * counted(case.earlier) / count
+        told = f"it is divided by {count}, the counted targets of an earlier call; in this one {every} count"
+        step = "Count the targets in each call: what is kept from call to call belongs to other targets."
+        found[told] = Fault(left + added * every / count, step)
+    return found
 
 
 def microbatches(case: Case) -> dict[str, Any]:
@@ -304,7 +322,7 @@ def kept_slips(case: Case, name: str, added: Tensor) -> dict[str, Tensor | Fault
         "what stood in .grad before is gone: add to it, as backward does": added,
         "nothing came": before,
     }
-    if case.twice:
+    if case.earlier is not None:
         step = "Give .grad new memory, as backward() does: what is kept for the next call is no gradient."
         found[SHARED] = Fault(2 * added, step)
     divisors = {"num_microbatches": case.num_microbatches, "the counted targets": counted(case.targets)}
@@ -345,8 +363,11 @@ def observe_kept(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
         parameters = build(case.config, case.seed).named_parameters()
         cases.append(replace(case, before={name: trial.normal(*p.shape) for name, p in parameters}))
     case = batch(trial, 6, 2)
-    _, left = weighted(case.config, case.seed, [(case.inputs.flip(1), case.targets, 1.0)])
-    return observe(trial, [*cases, replace(case, before=left, twice=True)])
+    earlier = case.targets.clone()
+    earlier[0] = -1
+    _, left = weighted(case.config, case.seed, [(case.inputs.flip(1), earlier, 1.0)])
+    again = replace(ignoring(trial, case), before=left, earlier=earlier)
+    return observe(trial, [*cases, again])
 
 
 def observe_own_loss(trial: Trial) -> list[tuple[Case, dict[str, Any]]]:
