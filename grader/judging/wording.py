@@ -51,7 +51,7 @@ def apart(one: float, other: float) -> tuple[str, str]:
         told = f"{one:.{digits}g}", f"{other:.{digits}g}"
         if told[0] != told[1]:
             break
-    return told
+    return told if told[0] != told[1] else (f"{one}", f"{other}")
 
 
 def tell_where(wrong: Tensor) -> str:
