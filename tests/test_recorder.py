@@ -56,6 +56,24 @@ def test_every_door_is_seen() -> None:
         assert all(event.group == (0, 1) for event in recording.events)
 
 
+def sends_what_lies_otherwise(rank):
+    """Each collective with a tensor that NCCL takes, then with one that it refuses."""
+    rows, group = torch.zeros(4, 2), dist.group.WORLD
+    with rank.record() as recording:
+        for x in (rows, torch.zeros(2, 4).t(), torch.zeros(8, 2)[::2]):
+            dist.all_reduce(x)
+            dist.all_gather([torch.zeros(4, 2) for _ in range(2)], x)
+            dist._functional_collectives.all_reduce(x, "sum", group).wait()
+    return {"recording": recording}
+
+
+def test_what_nccl_refuses_is_told_from_what_it_takes() -> None:
+    """Functional collectives make their tensors contiguous themselves."""
+    for rank in on_ranks(sends_what_lies_otherwise).ranks:
+        pieces = [event.in_one_piece for event in rank.result["recording"].events]
+        assert pieces == [True, True, True] + [False, False, True] * 2
+
+
 def sums_and_memory(rank, x):
     weight = torch.randn(64, 64, requires_grad=True)
     with rank.record(saved=True, memory=True, ignore=[weight]) as recording:
