@@ -77,7 +77,8 @@ def closing_lines(report: ExerciseReport, hint: str = "grade hint {} (in a termi
         lines.append(
             ("  ☆ is an extra: looked at once all else holds, and the exercise passes without", "dim")
         )
-    lines += [(f"  note: {note}", "dim") for note in report.notes]
+    for note in report.notes:
+        lines += _wrap("  note: ", note, "dim")
     if report.verdict in FAILURES:
         lines.append((f"  for a hint: {hint.format(report.name)}", "dim"))
     return lines

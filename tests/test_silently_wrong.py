@@ -46,6 +46,17 @@ def test_what_nobody_in_torch_notices_is_told(
     assert words in report.message
 
 
+@pytest.mark.parametrize(("tensor", "is_told"), [("torch.ones(4, 2).t()", True), ("torch.ones(2, 4)", False)])
+def test_what_nccl_will_refuse_is_noted(
+    tensor: str, is_told: bool, tmp_path: Path, launcher: Launcher
+) -> None:
+    """On two processor cores it is right, and the exercise passes."""
+    report = grade(tmp_path, twisted(f"dist.all_reduce({tensor}, group=group)"), launcher, FORWARD)
+    assert report.verdict == Verdict.PASSED
+    words = "NCCL will refuse the all_reduce (SUM) of 8 float32 (submission.py, line "
+    assert [words in note for note in report.notes] == [True] * is_told
+
+
 def read_early(rank, message):
     """Rank 0 sends, rank 1 reads its buffer before wait(): right or wrong by luck of timing."""
     buffer = torch.zeros(3)

@@ -13,6 +13,7 @@ import torch
 
 from grader.judging import group_and_world
 from grader.judging.course import Lesson
+from grader.judging.messages import told
 from grader.judging.side_by_side import side_by_side
 from grader.judging.stories import Locate
 from grader.judging.submission import Submission, is_untouched
@@ -166,9 +167,22 @@ def grade_exercise(
             reports.append(report)
             tell_once(report)
     verdict = combine(reports)
+    if verdict == Verdict.PASSED:
+        notes += _for_gpus(trials, locate)
     seconds = time.monotonic() - began
     return ExerciseReport(
         lesson, exercise.name, verdict, tuple(reports), seconds=seconds, seed=seed, notes=notes
+    )
+
+
+def _for_gpus(trials: Sequence[Trial], locate: Locate) -> tuple[str, ...]:
+    """What gloo has taken, and NCCL would refuse."""
+    strewn = next((trial.strewn for trial in trials if trial.strewn is not None), None)
+    if strewn is None:
+        return ()
+    return (
+        f"on GPUs NCCL will refuse the {told(strewn, locate)}: its tensor does not lie in order in one piece "
+        "of memory. x.contiguous() does",
     )
 
 

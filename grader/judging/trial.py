@@ -24,6 +24,7 @@ from grader.judging.stories import Locate, ending
 from grader.judging.verdicts import CheckEnded, CheckReport, Verdict
 from grader.ranks.launcher import Code, Launcher, Session
 from grader.ranks.limits import Limits
+from grader.ranks.recording import Event
 
 T = TypeVar("T")
 
@@ -233,6 +234,8 @@ class Trial:
         self.tries_again = tries_again
         self._session: Session | None = None
         self.reused = False
+        self.strewn: Event | None = None
+        """The first collective of a tensor that NCCL would refuse."""
         self._locate = locate
         self._limits = limits
         self.device = torch.device(device)
@@ -372,6 +375,7 @@ class Trial:
             races, events = report.ranks[rank].races, report.ranks[rank].events
             self._evidence.races += [(r, replace(x, event=seen_from(x.event, group))) for x in races]
             self._evidence.events += [(r, seen_from(event, group)) for event in events]
+            self.strewn = self.strewn or next((event for event in events if not event.in_one_piece), None)
         trouble = ending(report, self._locate, limits, group, alone=not self._distributed)
         if trouble is not None:
             raise trouble
