@@ -197,9 +197,10 @@ def _to_itself(num_ranks: int) -> tuple[str, str]:
             "What a ring does n - 1 times, one rank does not do at all. Are there n hops, where n - 1 bring "
             "every block round?",
         )
-    return "", (
-        "A rank sends to itself. Is a rank of the world taken for a rank in the group? group.rank(), "
-        "group_dst= and group_src= count in the group."
+    return (
+        "a rank sends a message to itself, or waits for one from itself",
+        "Who is its peer here? Its own part a rank copies, without a message. And group.rank(), group_dst= "
+        "and group_src= count in the group, not in the world.",
     )
 
 
