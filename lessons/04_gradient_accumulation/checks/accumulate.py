@@ -27,6 +27,8 @@ exercise(
     ),
 )
 
+TABLE = "transformer.wte.weight"
+
 
 @dataclass
 class Case:
@@ -243,6 +245,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             alternatives |= kept_slips(case, name, added[name])
             alternatives |= {} if explained else of_cut_sequences(case, result["lengths"], actual)
             alternatives |= {} if explained else of_earlier_counts(case, name, added[name], counts)
+            alternatives |= of_both_names(name, added[name], expected, result["gradients"])
             trial.close(
                 f"{case.told}: the gradient of {name}",
                 actual,
@@ -286,6 +289,17 @@ def of_earlier_counts(case: Case, name: str, added: Tensor, counts: set[int]) ->
         step = "Count the targets in each call: what is kept from call to call belongs to other targets."
         found[told] = Fault(left + added * every / count, step)
     return found
+
+
+def of_both_names(
+    name: str, added: Tensor, expected: dict[str, Tensor], gradients: dict[str, Any]
+) -> dict[str, Fault]:
+    """What becomes of the tied table's gradient under each of its names, where no other gradient is wrong."""
+    others = (agree(gradients[other], truth) for other, truth in expected.items() if other != name)
+    if name != TABLE or not all(others):
+        return {}
+    told = "the head and the table are one parameter, and its gradient was added under both its names"
+    return {told: Fault(expected[name] + added, "model.parameters() names a tied weight once.")}
 
 
 def microbatches(case: Case) -> dict[str, Any]:
