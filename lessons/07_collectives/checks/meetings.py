@@ -116,7 +116,7 @@ def require_turns(trial: Trial, seen: SimpleNamespace, i: int) -> None:
                 started - over < 2,
                 f"given {seen.cases[i]} it starts {event.describe()} while {started - over} messages are "
                 "still under way",
-                cause="the messages of all rounds are started at once, or of two",
+                cause="messages of an earlier round have not been waited for when those of the next start",
                 help="Wait for both messages of a round before the next one begins.",
                 rank=r,
             )
