@@ -1,6 +1,7 @@
 """What known slips make of attention to one block: other masks, other scales, a sum that is left out."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ from .shared import attention
 VANISHING = -110.0
 """Below it exp() is 0 in float32."""
 VANISHED = "it is what a query gets that saw nothing: exp() of scores far below 0 vanishes"
+
+MASKED_ALONE = (
+    "where a key is masked, the masked keys alone are weighed: the mask is a finite number, above the scores "
+    "of the keys that are seen"
+)
+MASK_STEP = "Mask with -inf: no finite number is below every score."
 
 
 def seen_by(offset: int | None, s_q: int, s_k: int) -> Tensor | None:
@@ -35,7 +42,7 @@ def of_nothing(found: object, lse: Tensor) -> dict[str, Fault]:
 
 def other_blocks(
     q: Tensor, k: Tensor, v: Tensor, offset: int | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Cause → the output, and cause → the log-sum-exp."""
     s_q, s_k, d = q.size(2), k.size(2), q.size(3)
     mask = seen_by(offset, s_q, s_k)
@@ -81,4 +88,8 @@ def other_blocks(
     }
     if (largest < VANISHING).all():
         outs[VANISHED], lses[VANISHED] = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+        if mask is not None:
+            hidden = (~mask).double()
+            masked = hidden @ v.double() / hidden.sum(-1, keepdim=True).clamp(min=1.0)
+            outs[MASKED_ALONE] = Fault(torch.where(mask.all(-1, keepdim=True), out, masked), MASK_STEP)
     return outs, lses

@@ -57,6 +57,7 @@ NAMES = (
     "large scores",
     "large scores that are masked",
     "scores far below 0",
+    "scores far below 0, some masked",
 )
 
 
@@ -81,6 +82,7 @@ def draw_cases(trial: Trial) -> list:
         None,
         0,
         None,
+        0,
     )
     cases = []
     for name, offset in zip(NAMES, offsets, strict=True):
@@ -90,7 +92,7 @@ def draw_cases(trial: Trial) -> list:
         if name == "large scores that are masked":  # the last key's, which most queries do not see
             q[..., 0], k[..., 0] = q[..., 0].abs() + 1, 0.0
             k[:, :, -1, 0] = 200 * math.sqrt(d)
-        if name == "scores far below 0":
+        if "far below 0" in name:
             far_below_zero(q, k)
         cases.append((q, k, v, offset, trial.normal(b, a, s_q, d), trial.normal(b, a, s_q)))
     return cases
@@ -232,6 +234,12 @@ def scores_far_below_zero_do_not_vanish(trial: Trial) -> None:
         "another number in its place.",
         rtol=1e-3,  # a score of -150 is rounded by 1e-5, and its exponential by that part
     )
+    require_block(
+        trial,
+        "scores far below 0, some masked",
+        "Mask with -inf: beside scores of -150 a finite number may be large.",
+        rtol=1e-3,
+    )
 
 
 NAN_WEIGHTS = (
@@ -246,10 +254,25 @@ def require_gradients(trial: Trial, names: tuple[str, ...]) -> None:
     for name in names:
         result = seen.results[name]
         require_pair(trial, result, name)
+        q = seen.cases[name][0]
+        shapes = [tuple(result[key].shape) for key in ("out", "lse")]
+        trial.require(
+            shapes == [q.shape, q.shape[:3]],
+            f"out and lse have the shapes {shapes[0]} and {shapes[1]}, q has {tuple(q.shape)} ({name})",
+            help="out is (b, a, s_q, d) as q is, and lse is (b, a, s_q).",
+        )
+        others = all("gradients" in seen.results[other] for other in NAMES if other != name)
+        at_once = name == "nothing seen" and others
         trial.require(
             "gradients" in result,
-            f"out has no gradient, or out and lse have the wrong shapes ({name})",
-            help="Use operations that autograd knows, outside no_grad().",
+            f"out has no gradient ({name}): it does not require one",
+            help="Let such a block go the way of all others: what is masked everywhere comes out as 0."
+            if at_once
+            else "Use operations that autograd knows, outside no_grad().",
+            cause="new tensors are returned where no query sees a key: nothing leads from them to q, k and "
+            "v, and a backward that begins there ends in an error"
+            if at_once
+            else "",
         )
         trial.require(
             result["through_lse"],

@@ -1,6 +1,7 @@
 """The same attention called otherwise: in another dtype, between two others, with some inputs frozen."""
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -52,10 +53,17 @@ def between_two_others(
             gc.enable()
 
 
+def with_narrow_heads(attention_of: Callable, group, parts: list[Tensor], d_out: Tensor) -> list[Tensor]:
+    """The gradients of an attention with the first half of each head's width."""
+    leaves = [x[..., : x.size(-1) // 2].clone().requires_grad_() for x in parts]
+    attention_of(*leaves, group).backward(d_out[..., : d_out.size(-1) // 2])
+    return [x.grad for x in leaves]
+
+
 def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
     """As `attend`, and no more than values; then the same again, between two other attentions.
 
-    With `more`, without gradients as well, and where not all of q, k and v need one.
+    With `more`, without gradients as well, where not all of q, k and v need one, and with narrower heads.
     """
     attention_of = getattr(rank.submission, name)
     parts = [x.transpose(1, 2) for x in (q, k, v)]
@@ -80,6 +88,7 @@ def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upst
             found["needing"] = {
                 told: gradients_of_some(attention_of, rank.group, parts, d_out, told) for told in NEEDING
             }
+            found["narrow"] = with_narrow_heads(attention_of, rank.group, parts, d_out)
     return found
 
 
@@ -222,6 +231,8 @@ def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
                 help="A model has many layers: each call keeps its own tensors, with ctx.save_for_backward. "
                 "A variable of the module, or of the class, has those of another call.",
             )
+    if all("narrow" in r for r in exact.results):
+        require_narrow(trial, exact)
     for r, result in enumerate(exact.results):
         trial.require(
             not result["outlived"],
@@ -230,4 +241,24 @@ def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
             help="Give what backward needs to ctx.save_for_backward, the output too: what you put on ctx "
             "yourself (ctx.out = out) is not let go of after backward.",
             rank=r,
+        )
+
+
+def require_narrow(trial: Trial, exact: SimpleNamespace) -> None:
+    """The gradients of an attention of half the width, after others, are those of plain attention."""
+    width = exact.q.size(-1)
+    narrow = width // 2
+    inputs = [x.detach()[..., :narrow].requires_grad_() for x in exact.inputs]
+    attention(*inputs, causal(exact.length))[0].backward(exact.d_out[..., :narrow])
+    factor = math.sqrt(narrow / width)
+    told = f"its backward scales by 1/sqrt({width}), as calls before: it is kept from one to another"
+    step = "Compute what the width decides in each call, or keep it on that call's ctx."
+    for i, label in enumerate("qkv"):
+        right = by_parts(exact, inputs[i].grad)
+        trial.close(
+            f"the gradient of {label}, with d = {narrow} after calls with d = {width},",
+            [r["narrow"][i] for r in exact.results],
+            right,
+            {told: Fault([factor * x for x in right], step)} if i < 2 else {},
+            help="What the shapes of a call decide is decided again in each call.",
         )
