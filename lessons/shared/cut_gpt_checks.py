@@ -169,7 +169,10 @@ def gradients_are_those_of_training(
                 [gradients.get(name) for gradients in trained],
             )
         except CheckEnded as end:
-            end.cause = "it is another one than in training, and no dropout drops anything: the mode decides"
+            end.cause = (
+                "the same call in training mode gives another one, and no dropout is at work: in your code "
+                "the mode decides"
+            )
             end.help = "eval() switches dropout off, and no gradient: ask no module for its `training`."
             raise
 

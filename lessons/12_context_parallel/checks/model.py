@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from grader.checks import CheckEnded, Event, Fault, Trial, Verdict, check, exercise, is_close
 from lessons_shared.cut_gpt import gradients_of
 from lessons_shared.cut_gpt_checks import gradients_are_those_of_training
-from lessons_shared.earlier import by_earlier_counts
+from lessons_shared.earlier import KEPT, KEPT_BY_SHAPE, by_earlier_counts
 from lessons_shared.evaluation import EVALUATED, HELP, LONGER, later_is_right, noted, without_gradients
 from lessons_shared.passes import of_what_was_cleared
 from lessons_shared.wire import wire_bytes
@@ -153,6 +153,9 @@ def require_loss(trial: Trial, number: int, what: str, help: str) -> None:
     )
 
 
+COUNT_AGAIN = "Count the targets of each call anew, and keep no number of it in the model or in a closure."
+
+
 def others_that_explain_all(seen: SimpleNamespace, number: int) -> dict[str, Any]:
     """Cause → a loss. One number is soon met by chance: a cause must not be at odds with the other losses."""
     others = [
@@ -167,7 +170,7 @@ def others_that_explain_all(seen: SimpleNamespace, number: int) -> dict[str, Any
         return not isinstance(value, Tensor) or all(is_close(x, value) for x in found[k])
 
     return {
-        cause: value
+        cause: Fault(value, COUNT_AGAIN) if cause in (KEPT, KEPT_BY_SHAPE) else value
         for cause, value in others[number].items()
         if all(fits(cause, k) for k in range(len(others)) if k != number)
     }
@@ -477,20 +480,21 @@ def names_stay_gpts_and_the_batch_stays(trial: Trial) -> None:
         )
 
 
-def refusal_probe(rank, sizes: dict, idx: Tensor) -> str | Tensor:
-    """The error's name, or the loss."""
+def refusal_probe(rank, sizes: dict, idx: Tensor, targets: Tensor | None) -> str | Tensor:
+    """The error's name, or the loss, or without targets the logits."""
     torch.manual_seed(0)
     try:
         model = rank.submission.context_parallelize(GPT(config_of(sizes)).to(rank.device), rank.group)
-        return model(idx, idx)[1].detach()
+        logits, loss = model(idx, targets)
+        return (logits if targets is None else loss).detach()
     except Exception as error:
         return type(error).__name__
 
 
-def refusals(trial: Trial, sizes: dict, idx: Tensor) -> list[str | Tensor]:
+def refusals(trial: Trial, sizes: dict, idx: Tensor, targets: Tensor | None) -> list[str | Tensor]:
     """What `refusal_probe` tells. It catches errors: a run that ends in none was not refused everywhere."""
     try:
-        return trial.run(refusal_probe, sizes, idx)
+        return trial.run(refusal_probe, sizes, idx, targets)
     except CheckEnded as end:
         if end.verdict in (Verdict.CRASHED, Verdict.HUNG):
             s, n = idx.size(1), trial.num_ranks
@@ -508,7 +512,7 @@ def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
     sizes, n = small_config(trial), trial.num_ranks
     length = sizes["length"] - trial.integer(1, n - 1)
     idx = trial.tokens(sizes["vocab_size"], 2, length)
-    for r, told in enumerate(refusals(trial, sizes, idx)):
+    for r, told in enumerate(refusals(trial, sizes, idx, idx)):
         trial.require(
             told == "ValueError",
             f"{length} tokens over {n} ranks gave {told if isinstance(told, str) else 'a loss'} where a "
@@ -522,7 +526,7 @@ def a_sequence_that_does_not_divide_is_refused(trial: Trial) -> None:
     dense = GPT(config_of(sizes))(odd, odd)[1].detach()
     help = "Zigzag parts are two pieces each: refuse what 2n does not divide, or tokens are lost."
     told = f"{odd.size(1)} tokens, which {n} divides and {2 * n} does not"
-    found = refusals(trial, sizes, odd)
+    found = refusals(trial, sizes, odd, odd)
     if all(isinstance(loss, Tensor) for loss in found):
         trial.close(f"the loss of {told},", found, dense, help=help)
         return

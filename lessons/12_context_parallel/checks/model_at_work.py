@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from grader.checks import Fault, Trial, check
 from nanogpt.model import Dropout
 
-from .model import observe
+from .model import observe, refusals
 from .model_losses import built, dense, drawn, small_config, uneven
 from .shared import Watch
 
@@ -181,6 +181,23 @@ def every_rank_can_sample(trial: Trial) -> None:
                     "let it hand them to all, (b, 1, v).",
                     rank=rank,
                 )
+    refused_without_targets(trial, sizes, idx[:, :-1])
+
+
+def refused_without_targets(trial: Trial, sizes: dict, idx: Tensor) -> None:
+    """Tokens that the ranks do not divide are a ValueError in a call without targets, too."""
+    for rank, told in enumerate(refusals(trial, sizes, idx, None)):
+        logits = isinstance(told, Tensor)
+        trial.require(
+            not logits and told == "ValueError",
+            f"without targets {idx.size(1)} tokens over {trial.num_ranks} ranks gave "
+            f"{'logits' if logits else told} where a ValueError belongs",
+            help="Ask where the tokens are cut: a call comes there with targets and without.",
+            rank=rank,
+            cause="whether it divides is asked only where there are targets, as in the loss"
+            if logits
+            else "",
+        )
 
 
 @check("context_parallelize", optional=True)
