@@ -468,10 +468,11 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, group
     """Causal attention inside each document of a packed sequence, with keys and values gathered.
 
     Rank r holds the r-th s/n tokens of q (b, a, s/n, d) and of k and v (b, a_kv, s/n, d). `documents` (b, s),
-    the same on every rank, has the number of the document that each token of the whole sequence is in. A
-    query sees the keys of its own document up to its own place in the sequence. Keys and values may be
-    grouped: each of a_kv heads serves a/a_kv heads of q that follow one another. Returns (b, a, s/n, d) in
-    the dtype of q. Scores of a hundred overflow nothing.
+    the same on every rank, has the number of the document that each token of the whole sequence is in. Its
+    dtype is int64, and the tokens of a document follow one another. A query sees the keys of its own document
+    up to its own place in the sequence. Keys and values may be grouped: each of a_kv heads serves a/a_kv
+    heads of q that follow one another. Returns (b, a, s/n, d) in the dtype of q. Scores of a hundred overflow
+    nothing.
 
     In forward, keys and values reach every rank once, with a_kv heads. In backward, a reduce-scatter of
     their gradients leaves each rank the sum for its own tokens. Queries stay where they are. Inputs and the

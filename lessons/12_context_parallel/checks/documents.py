@@ -292,23 +292,44 @@ def document_inputs_stay_as_they_were(trial: Trial) -> None:
         )
 
 
-def attend_in_bfloat16(rank: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> str:
-    return str(rank.submission.document_attention(q, k, v, documents, rank.group).dtype)
+def attend_in_bfloat16(rank: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    return rank.submission.document_attention(q, k, v, documents, rank.group).detach()
 
 
 @check("document_attention", first_of=(2, 3))
 def documents_keep_the_dtype_of_q(trial: Trial) -> None:
     """bfloat16 comes out as bfloat16."""
-    q, k, v = (trial.normal(1, a, 3, 4, dtype=torch.bfloat16) for a in (4, 2, 2))
-    documents = torch.zeros(1, 3 * trial.num_ranks, dtype=torch.int64)
-    for r, dtype in enumerate(trial.run(attend_in_bfloat16, q, k, v, documents)):
+    n = trial.num_ranks
+    whole = [trial.normal(1, a, 3 * n, 4, dtype=torch.bfloat16) for a in (4, 2, 2)]
+    documents = torch.tensor([256, 257, 258]).repeat_interleave(n).unsqueeze(0)  # of 257 bfloat16 makes 256
+    results = trial.run(
+        attend_in_bfloat16,
+        per_rank=[[*(x[:, :, 3 * r : 3 * r + 3] for x in whole), documents] for r in range(n)],
+    )
+    for r, out in enumerate(results):
         trial.require(
-            dtype == "torch.bfloat16",
-            f"q, k and v are bfloat16, and the output is {dtype.removeprefix('torch.')}",
+            out.dtype == torch.bfloat16,
+            f"q, k and v are bfloat16, and the output is {str(out.dtype).removeprefix('torch.')}",
             help="Return it in q's dtype. What is computed in float32 stays so until it is cast, and a mask "
             "of 0 and -inf in float32 makes float32 of all.",
             rank=r,
         )
+    q, k, v = (x.repeat_interleave(times, dim=1) for x, times in zip(whole, (1, 2, 2), strict=True))
+
+    def by_numbers(numbers: Tensor) -> list[Tensor]:
+        out = attention(q, k, v, same_document(numbers) & causal(3 * n))[0]
+        return list(out.chunk(n, dim=2))
+
+    told = "the documents' numbers are rounded to q's dtype, in which 256 and 257 are one number"
+    step = "Compare the numbers as they come, and cast to q's dtype what meets q alone."
+    trial.close(
+        "the output in bfloat16, of documents 256, 257 and 258,",
+        results,
+        by_numbers(documents),
+        {told: Fault(by_numbers(documents.bfloat16()), step)},
+        help="In bfloat16, too, a query sees its own document alone.",
+        rtol=0.1,
+    )
 
 
 def attend_often(rank: Any, before: list[Tensor], after: list[Tensor], longer: list[Tensor]) -> list[dict]:
