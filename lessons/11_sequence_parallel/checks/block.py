@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from grader.checks import (
     BACKWARD,
     CheckEnded,
+    Recording,
     Trial,
     backward,
     check,
@@ -171,8 +172,18 @@ def one_dropping(
             hook.remove()
     return {
         "first": runs[0], "second": runs[1], "gradients": gradients_of(block),
+        "recordings": [forward_alone(rank, block.train(mode), x) for mode in (True, False)],
         "weights": describe(block)["weights"], "asleep": block.eval()(x).detach(),
     }  # fmt: skip
+
+
+def forward_alone(rank, block: nn.Module, x: Tensor) -> Recording:
+    """On a rank: a forward, and the moment before its backward."""
+    with rank.record(memory=True) as recording:
+        y = block(x)
+        mark_backward(recording)
+    del y
+    return recording
 
 
 def observe_block(trial: Trial) -> SimpleNamespace:
@@ -321,6 +332,18 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
                 "computes it, and keeps it, for all"
                 if whole_is_normed
                 else "",
+            )
+    for seen in trial.once(observe_block).dropping:
+        part = seen.x.numel() * 4 // trial.num_ranks
+        for rank, recordings in enumerate(each_rank(seen, "recordings")):
+            dropping, asleep = map(alive_before_backward, recordings)
+            trial.require(
+                dropping - asleep <= 3 * part,
+                f"with dropout {dropping - asleep:,} bytes more are alive after the forward than in eval "
+                f"mode: two masks of this rank's tokens have {2 * part:,}",
+                help="Draw a mask for this rank's tokens alone. A view of a larger one keeps all of it.",
+                rank=rank,
+                cause="a dropout keeps more than a mask of this rank's tokens",
             )
 
 

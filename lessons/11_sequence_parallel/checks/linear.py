@@ -266,7 +266,7 @@ def keeps_its_own_tokens_only(trial: Trial) -> None:
             elif "all_gather" in recording.kinds(after=BACKWARD):
                 help = (
                     "Backward gathers x again, and something keeps it all the same: memory that stays from "
-                    "call to call counts, too, be it a module's, a global's or the ctx's."
+                    "call to call counts, too, be it a module's, a global's, a closure's or the ctx's."
                 )
             trial.require(
                 alive - output < own + own // 2,  # a copy of x, in another order, is still this rank's tokens
