@@ -288,11 +288,13 @@ def model_communicates_twice_a_block_each_way(trial: Trial) -> None:
 
 
 def last_probe(rank, config: dict, weights: dict, idx: Tensor) -> dict:
-    """What a call without targets sends."""
+    """What a call without targets sends; and the logits' columns, where sequences of one token have some."""
     model = built(rank, "tensor_parallelize", config, weights).eval()
-    with torch.no_grad(), rank.record() as recording:
-        model(idx)
-    return {"recording": recording}
+    with torch.no_grad():
+        with rank.record() as recording:
+            model(idx)
+        logits, _ = model(idx[:, :1], idx[:, 1:2])
+    return {"recording": recording, "columns": logits.size(-1)}
 
 
 @check("tensor_parallelize", world_sizes=(2, 3), subgroup=False)
@@ -310,6 +312,18 @@ def last_logits_alone_are_gathered(trial: Trial) -> None:
         "without targets three all-reduces of b·s·h, and the logits of the last position,",
         "Without targets take the last position first, then gather its logits: nobody needs the others.",
     )
+    v, share = config["vocab_size"], -(-config["vocab_size"] // trial.num_ranks)
+    for rank, result in enumerate(results):
+        trial.require(
+            result["columns"] <= share,
+            f"with targets, where a sequence has one token, the logits have {result['columns']} columns, and "
+            f"a rank's part has {share}",
+            help="Whether there are targets decides: gather where the loss is None.",
+            rank=rank,
+            cause="the length of the logits decides whether they are gathered: one position may have a target"
+            if result["columns"] == v
+            else "",
+        )
 
 
 @check("tensor_parallelize")
