@@ -4,13 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 
 from grader.checks import Fault, Trial, is_close
 from lessons_shared.evaluation import HELP
 from lessons_shared.needed import none_is_missing
 
-from .ring_slips import wrong_journeys, wrong_outputs
+from .ring_slips import attention_weights, by_parts, gradients_from, wrong_journeys, wrong_outputs
 from .rings import shares
 
 BOTH = "k and v need one, and q does not"
@@ -67,8 +68,26 @@ def require_where_needed(trial: Trial, exact: SimpleNamespace, travels: bool = T
                 found["qkv"[i]] = [r["needing"][told][place] for r in exact.results]
         none_is_missing(trial, found, told)
         for i, with_all in right.items():
-            slips = partial(not_home, exact, i, with_all) if i and travels else None
+            slips = None
+            if travels:
+                slips = partial(not_home, exact, i, with_all) if i else partial(of_own_block, exact)
             trial.close(f"the gradient of {'qkv'[i]} where {told}", found["qkv"[i]], with_all, slips)
+
+
+def of_own_block(exact: SimpleNamespace) -> dict[str, Fault]:
+    """Cause → each rank's gradient of q, where backward meets its own keys and values alone."""
+    told = (
+        "it has the term of this rank's own block alone: where k and v need no gradient, backward does not "
+        "let them travel, and q's needs every block that its queries see"
+    )
+    step = "In backward keys and values travel whichever of q, k and v needs a gradient."
+    weights = torch.zeros((*exact.out.shape[:2], exact.length, exact.length), dtype=torch.float64)
+    whole = attention_weights(exact)
+    for where in exact.where:
+        rows, columns = where.unsqueeze(1), where.unsqueeze(0)
+        weights[..., rows, columns] = whole[..., rows, columns]
+    delta = (exact.d_out * exact.out.detach()).sum(-1, keepdim=True)
+    return {told: Fault(by_parts(exact, gradients_from(exact, weights, delta)[0]), step)}
 
 
 def not_home(exact: SimpleNamespace, i: int, right: list[Tensor]) -> dict[str, Fault]:

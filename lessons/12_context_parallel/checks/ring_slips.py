@@ -107,6 +107,13 @@ def gradients_from(
     return [d_scores @ k, d_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ seen.d_out]
 
 
+def attention_weights(seen: SimpleNamespace) -> Tensor:
+    """The softmax of the whole causal scores."""
+    q, k = (x.detach() for x in seen.inputs[:2])
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    return scores.masked_fill(~causal(seen.length), -math.inf).softmax(-1)
+
+
 def wrong_formulas(seen: SimpleNamespace) -> dict[str, list[Tensor]]:
     """Cause → gradients of the whole q, k and v."""
     q, k = (x.detach() for x in seen.inputs[:2])
