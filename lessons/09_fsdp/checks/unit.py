@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, settle, storage_bytes
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, of_ranks, settle, storage_bytes
 
 from .units import FROZEN, SHAPES, copies, draw_tensors, make_parameters
 from .wire import SMALL
@@ -266,6 +266,7 @@ def kept_views_are_filled_again(trial: Trial) -> None:
 
 
 def send_for(rank: Any, frees_early: bool, tensors: list[Tensor]) -> dict:
+    """What is sent and waited for; the weights when the shards have changed since a gather was dropped."""
     given = make_parameters(tensors, rank.device)
     unit = rank.submission.ShardedUnit(given, rank.group)
     with rank.record() as recording:
@@ -285,11 +286,18 @@ def send_for(rank: Any, frees_early: bool, tensors: list[Tensor]) -> dict:
             unit.start_gather()
             recording.mark("free on its way")
             unit.free()
-    return {"recording": recording}
+    with torch.no_grad():
+        for shard in unit.shards:
+            shard.mul_(TIMES)
+    unit.gather()
+    return {"recording": recording, "anew": copies(given)}
 
 
 LEFT_ON_ITS_WAY = "free() left a gather on its way: it would arrive in memory that was given back"
 WAIT_TO_FREE = "In free(), wait for what start_gather() has started, then shrink."
+STALE_PIECES = (
+    "it is what it was before the shards changed: free() kept the pieces of the gather that it waited for"
+)
 
 
 def observe_sending(trial: Trial) -> SimpleNamespace:
@@ -298,7 +306,7 @@ def observe_sending(trial: Trial) -> SimpleNamespace:
 
     def run(frees_early: bool) -> SimpleNamespace:
         results = trial.run(send_for, per_rank=[(frees_early, own) for own in tensors])
-        return SimpleNamespace(results=results)
+        return SimpleNamespace(results=results, tensors=tensors)
 
     try:
         return run(frees_early=True)
@@ -312,7 +320,8 @@ def observe_sending(trial: Trial) -> SimpleNamespace:
 @check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
 def start_gather_does_not_wait(trial: Trial) -> None:
     """start_gather() sends for the shards and does not wait; what is whole, or on its way, is not resent."""
-    for r, result in enumerate(trial.once(observe_sending).results):
+    seen = trial.once(observe_sending)
+    for r, result in enumerate(seen.results):
         recording = result["recording"]
         started = recording.select(after="start")
         trial.require(bool(started), "start_gather() sent nothing", help="It starts the all-gather.", rank=r)
@@ -334,9 +343,57 @@ def start_gather_does_not_wait(trial: Trial) -> None:
                 help="Remember that a gather was started, until free().",
                 rank=r,
             )
+        started = recording.select(after="start to free")
         trial.require(
-            recording.waits("free on its way") >= len(recording.select(after="start to free")) > 0,
-            LEFT_ON_ITS_WAY,
-            help=WAIT_TO_FREE,
+            bool(started),
+            "after two gather() and a free(), start_gather() sent nothing: the weights count as whole still",
+            help="One free() ends what any number of gather() began: it is no count of users.",
             rank=r,
         )
+        trial.require(
+            recording.waits("free on its way") >= len(started), LEFT_ON_ITS_WAY, help=WAIT_TO_FREE, rank=r
+        )
+    for i, shape in enumerate(SHAPES):
+        trial.close(
+            f"the parameter of shape {shape} after start_gather(), free(), shards that were multiplied by "
+            f"{TIMES}, and gather(),",
+            [result["anew"][i] for result in seen.results],
+            TIMES * seen.tensors[0][i],
+            alternatives={STALE_PIECES: seen.tensors[0][i]},
+            help="free() waits for a gather that is on its way, and forgets it: the next one sends anew.",
+        )
+
+
+def gather_one_number(rank: Any, tensor: Tensor) -> dict:
+    """A unit of a single number: fewer than there are ranks."""
+    given = nn.Parameter(tensor.to(rank.device))
+    unit = rank.submission.ShardedUnit([given], rank.group)
+    unit.gather()
+    there = given.untyped_storage().nbytes() > 0
+    return {"there": there, "value": given.detach().clone() if there else None}
+
+
+@check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
+def ranks_without_a_number_gather_too(trial: Trial) -> None:
+    """A unit of one number is whole on every rank after gather(), also where all shards are empty."""
+    tensor = trial.normal(1, dtype=torch.float64)
+    help = "A gather is of all ranks: who has nothing sends padding, and receives as the others do."
+    try:
+        results = trial.run(gather_one_number, tensor)
+    except CheckEnded as end:
+        gone = [r for r in range(trial.num_ranks) if f"rank {r} had finished" in end.details]
+        if gone and "never did" in end.message:
+            end.cause = (
+                f"the unit has one number alone, and {of_ranks(gone)} took no part in its gather: do ranks "
+                "whose shards are empty leave it out?"
+            )
+            end.help = help
+        raise
+    for r, result in enumerate(results):
+        trial.require(
+            result["there"],
+            "a unit of one number was gathered, and the parameter has no memory",
+            help=help,
+            rank=r,
+        )
+    trial.close("the one number of a unit", [result["value"] for result in results], tensor, help=help)

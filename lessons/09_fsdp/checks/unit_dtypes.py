@@ -29,6 +29,7 @@ def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
         "device": rank.device.type,
     }
     unit.free()
+    result["left"] = [p.untyped_storage().nbytes() for p in given]
     with torch.no_grad():
         for shard in unit.shards:
             shard.mul_(TIMES)
@@ -38,6 +39,8 @@ def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
     return result
 
 
+A_NUMBER = 8
+"""Bytes that a parameter may keep when it is freed: some give it a number to stand for the weights."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
 
 
@@ -82,12 +85,21 @@ def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gat
 
 @check("ShardedUnit", world_sizes=(2, 3), subgroup=False)
 def every_parameter_keeps_its_dtype(trial: Trial) -> None:
-    """Parameters of several dtypes in one unit keep them, in their shards and gathered."""
+    """Parameters of several dtypes in one unit keep them, in their shards and gathered, and all are freed."""
     tensors = mixed_tensors(trial)
     results = trial.run(mix, tensors, False)
     for r, result in enumerate(results):
         if result["device"] == "cpu":  # NCCL's collectives end without anybody who waits
             require_all_waited(trial, r, result["recording"])
+    for r, result in enumerate(results):
+        for tensor, left in zip(tensors, result["left"], strict=True):
+            trial.require(
+                left <= A_NUMBER,
+                f"after free() of a unit of several dtypes, one in {tensor.dtype} lies in {left} bytes",
+                help="Shrink every buffer: there is one for each dtype.",
+                rank=r,
+                cause="others were freed: free() leaves some dtypes out" if not all(result["left"]) else "",
+            )
     require_dtypes(trial, results, tensors, None)
 
 
