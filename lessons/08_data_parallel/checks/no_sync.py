@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check
+from grader.checks import Fault, Trial, check, is_close
 
 from .means import BOTH, expected_gradients
 from .models import by_rank
@@ -20,6 +20,11 @@ from .passes import (
 )
 
 NOT_REDUCED = "each rank's own sum: it was not reduced"
+COUNTS_N_TIMES = "what was there before counts n times: it was averaged, and summed over the ranks once more"
+DIVIDED_BY_HOOKS = (
+    "the sum over the ranks, not the mean: the last pass did not use this layer, and those that it used are "
+    "right. Is it the hooks that divide?"
+)
 
 
 def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
@@ -34,9 +39,7 @@ def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
             gradient[name] + last for gradient in before[1]
         ],
         "the passes before alone: what the last one added was dropped": before[0][name],
-        "what was there before counts n times: it was averaged, and summed over the ranks once more": (
-            len(own) * before[0][name] + last
-        ),
+        COUNTS_N_TIMES: len(own) * before[0][name] + last,
     }
     if len(seen.drawn) > 2:
         told = "the first pass is gone: what was there is cleared when the next no_sync() begins"
@@ -48,7 +51,18 @@ def quiet_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
     """`other_sums`, and a bucket that leaves as if what came inside no_sync() had come now."""
     before, last = (expected_gradients(seen.seed, each) for each in (seen.drawn[:-1], seen.drawn[-1:]))
     early = [before[0][name] + own[name] for own in last[1]]
-    return other_sums(seen, name) | {
+    known = other_sums(seen, name)
+    if not last[0][name].any() and all(
+        is_close(found, seen.expected[each])
+        for each in trained(seen)
+        if last[0][each].any()
+        for found in by_rank(seen.results, "gradients", each)
+    ):
+        known[DIVIDED_BY_HOOKS] = Fault(
+            known.pop(COUNTS_N_TIMES),
+            "Divide what is sent: a bucket also holds gradients for which no hook fires in this pass.",
+        )
+    return known | {
         "what no_sync() added up is averaged, and what the pass outside added is each rank's own: its bucket "
         "left before that was there": Fault(
             early,
@@ -74,7 +88,7 @@ def observe_cleared(trial: Trial) -> SimpleNamespace:
 
 
 def observe_exception(trial: Trial) -> SimpleNamespace:
-    return observe_passes(trial, [True, False], [BOTH], [BOTH], broken=True)
+    return observe_passes(trial, [True, True, False], [BOTH], [BOTH], [BOTH], broken=True)
 
 
 def observe_another(trial: Trial) -> SimpleNamespace:
@@ -106,11 +120,15 @@ def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
         kinds, ending, still = (
             result["recording"].kinds(after=mark) for mark in (INSIDE, LEAVING, INSIDE_STILL)
         )
+        copied = set(kinds) == {"broadcast"}
         trial.require(
             not kinds,
             f"inside no_sync() it communicates: {kinds[:3]}",
             rank=r,
-            help="The hooks fire during backward: it is they who must know that no_sync() is on.",
+            cause="broadcasts add nothing up: weights or buffers are copied in a forward" if copied else "",
+            help="The constructor copies weights and buffers, once."
+            if copied
+            else "The hooks fire during backward: it is they who must know that no_sync() is on.",
         )
         trial.require(
             not ending,
@@ -184,7 +202,16 @@ def an_exception_ends_no_sync(trial: Trial) -> None:
     """After an exception has left no_sync(), the next backward reduces, with all that had added up."""
     help = "try: yield, finally: what switches sending on again."
     seen = trial.once(observe_exception)
-    when = "after an exception in no_sync() and a pass outside"
+    for r, result in enumerate(seen.results):
+        kinds = result["recording"].kinds(after=INSIDE_STILL)
+        trial.require(
+            not kinds,
+            f"inside no_sync(), after an exception has left an inner no_sync(), it communicates: {kinds[:3]}",
+            cause="the exception that has ended the inner no_sync() has ended the outer one too",
+            help="However it ends, put back what was on before it: in `finally`.",
+            rank=r,
+        )
+    when = "after two passes in no_sync(), each left by an exception, and one outside"
     require_gradients(trial, seen, when, still_on, help, terms=by_pass)
 
 

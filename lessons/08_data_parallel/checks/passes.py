@@ -69,8 +69,8 @@ def passes(
 ) -> dict:
     """Backward passes of the awkward model; `quiet` passes are inside no_sync().
 
-    Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves it each
-    time. With `other`, the passes that are not quiet are inside the no_sync() of another module. With
+    Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves each of
+    them. With `other`, the passes that are not quiet are inside the no_sync() of another module. With
     `cleared`, every pass is a step of its own: gradients are None when it begins; with `between`, too, they
     are cleared when its forward is over.
     """
@@ -87,8 +87,9 @@ def passes(
             if silent:
                 with suppress(UnreadableError), wrapped.no_sync():
                     if number > 0:
-                        with wrapped.no_sync():
-                            pass
+                        with suppress(UnreadableError), wrapped.no_sync():
+                            if broken:
+                                raise UnreadableError
                         recording.mark(INSIDE_STILL)
                     F.cross_entropy(wrapped(tokens, order), targets).backward()
                     recording.mark(LEAVING if number == 0 else "")
