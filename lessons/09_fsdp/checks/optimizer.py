@@ -1,5 +1,6 @@
 """Checks of `ShardedOptimizer`: the steps of one process, with a share of the state on each rank."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -189,11 +190,11 @@ DECAYING = {"lr": 0.1, "weight_decay": 0.5, "eps": 1e-3}
 """Of AdamW: a step on a gradient of zeros shrinks a weight, and moves it on as the steps before did."""
 
 
-def reach_less(rank: Any, start: list[Tensor], x: Tensor) -> list[Tensor]:
-    """Two parameters after a step whose backward reaches both, and one that reaches the first alone."""
+def reach_others(rank: Any, start: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Three parameters after two steps, of which backward reaches two in each: the first one in both."""
     parameters = [nn.Parameter(each.clone()) for each in start]
     optimizer = rank.submission.ShardedOptimizer(parameters, AdamW, rank.group, **DECAYING)
-    for reached in (parameters, parameters[:1]):
+    for reached in (parameters[:2], parameters[::2]):
         optimizer.zero_grad()
         torch.stack([(parameter * x).sum() for parameter in reached]).sum().backward()
         optimizer.step()
@@ -210,24 +211,49 @@ def after_steps(start: Tensor, *gradients: Tensor | None) -> Tensor:
     return parameter.detach()
 
 
+def own_share_alone(before: Tensor, after: Tensor, found: Sequence[Tensor]) -> dict[str, Fault]:
+    """What the ranks have, if every number has moved on one of them, and on the others is what it was."""
+    joined = torch.stack(list(found))
+    moved, stayed = (torch.isclose(joined, each, atol=1e-5) for each in (after, before))
+    alone = (moved | stayed).all() and (moved.sum(0) == 1).all()
+    return {OWN_SHARE_ALONE: Fault(list(found), HAND_ROUND)} if alone else {}
+
+
+OWN_SHARE_ALONE = (
+    "each number has moved on its owner alone, and was not handed round: is what is handed round a list from "
+    "an earlier step?"
+)
+HAND_ROUND = "In every step, gather all the parameters that have a gradient in this step."
+
+
 @check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
-def what_is_reached_no_more_stays(trial: Trial) -> None:
-    """A parameter that backward reached in the step before, and not in this one, stays as it is."""
-    start, x = [trial.normal(7) for _ in range(2)], [trial.normal(7) for _ in range(trial.num_ranks)]
+def each_step_moves_what_its_backward_reached(trial: Trial) -> None:
+    """A parameter that backward reaches no more stays as it is, and one that it reaches first now moves."""
+    start, x = [trial.normal(7) for _ in range(3)], [trial.normal(7) for _ in range(trial.num_ranks)]
     mean = torch.stack(x).mean(0)
-    ends = zip(*trial.run(reach_less, start, per_rank=[(each,) for each in x]), strict=True)
-    for number, (before, found) in enumerate(zip(start, ends, strict=True)):
-        trial.close(
-            f"a parameter that backward reached in {('both steps', 'the first of two steps')[number]}",
-            list(found),
-            after_steps(before, mean, None if number else mean),
-            alternatives={
+    ends = list(zip(*trial.run(reach_others, start, per_rank=[(each,) for each in x]), strict=True))
+    reached = {
+        "both steps": (mean, mean),
+        "the first of two steps": (mean, None),
+        "the second of two steps": (None, mean),
+    }
+    for before, found, (when, gradients) in zip(start, ends, reached.items(), strict=True):
+        known: dict[str, Any] = {}
+        if gradients[1] is None:
+            known = {
                 "it moved with the gradient of the step before": after_steps(before, mean, mean),
                 DECAYED: Fault(after_steps(before, mean, torch.zeros_like(mean)), STEPS[DECAYED]),
             }
-            if number
-            else {},
-            help="What step() gave the inner optimizer as gradients is over with the step: forget it.",
+        elif gradients[0] is None:
+            known = {
+                "it stays as it was: only what the first step has reached is trained": before,
+            } | own_share_alone(before, after_steps(before, *gradients), found)
+        trial.close(
+            f"a parameter that backward reached in {when}",
+            list(found),
+            after_steps(before, *gradients),
+            alternatives=known,
+            help="Ask in every step which parameters have a gradient, and forget it when the step is over.",
         )
 
 
@@ -266,6 +292,7 @@ def a_group_may_come_later(trial: Trial) -> None:
                 "it stays as it was: no step knows of a group that was added after the first one": before,
                 "it moved at the first group's learning rate": before - mean,
             }
+            | own_share_alone(before, before - 0.5 * mean, found)
             if number
             else {},
             help="Ask self.shares() in every step: what it was in the first is not all that is trained.",
