@@ -35,8 +35,10 @@ exercise(
 
 
 def guarded_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum and decay: even a step on zero gradients changes the weights."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    """Momentum and decay: even a step on zero gradients changes the weights. Biases are a group of theirs."""
+    matrices, biases = ([p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False))
+    groups = [{"params": matrices}, {"params": biases}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def guarded(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
@@ -96,6 +98,7 @@ def reference_weights(
     seen: SimpleNamespace,
     average_first: bool = True,
     clip_each: bool = False,
+    clip_first_group: bool = False,
     forget: bool = True,
     clip: bool = True,
     times: float = 1.0,
@@ -119,6 +122,7 @@ def reference_weights(
             for mean, parameter in zip(means, model.parameters(), strict=True):
                 parameter.grad = mean.mul_(times)
             together = [[p] for p in model.parameters()] if clip_each else [list(model.parameters())]
+            together = [optimizer.param_groups[0]["params"]] if clip_first_group else together
             for parameters in together if clip else ():
                 nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
@@ -172,6 +176,9 @@ def other_weights(seen: SimpleNamespace) -> dict[str, list[dict[str, Tensor]]]:
         "the step of gradients that were clipped before they were averaged": {"average_first": False},
         "every parameter's gradient was clipped to norm 1 by itself: the norm is that of all together": {
             "clip_each": True
+        },
+        "the optimizer's first group of parameters alone was clipped: the norm is that of all gradients": {
+            "clip_first_group": True
         },
         "the gradient of the steps before is still there: zero_grad() comes first": {"forget": False},
         "the step of the gradients' sum: divide by the number of ranks": {"times": len(seen.results)},
