@@ -389,9 +389,9 @@ FROZEN = (
         (0, 1, 2),
         "with prefetch, and the tables and the first three of five blocks frozen",
         True,
-        "a block is sent for that backward never comes to, and nobody frees it",
+        "a block is sent for that backward never comes to, and what came for it stays",
         "Backward ends in the block whose input needs no gradient: send for nothing below it, or free it "
-        "when backward is over.",
+        "when backward is over, with all that was received for it.",
     ),
 )
 

@@ -1,10 +1,12 @@
 """Checks of `gather_ahead`: the next gather is under way while a block computes."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from grader.checks import Trial, check, exercise
+from grader.checks import CheckEnded, Trial, check, exercise
 
 from .runs import IN_BOTH_MODES, require_in_evaluation
 from .unit_hooks import (
@@ -35,6 +37,7 @@ exercise(
 )
 
 
+Look = Callable[[Trial], SimpleNamespace]
 BEHIND_BLOCK_0 = "units[-1] is the last block's"
 
 
@@ -44,6 +47,18 @@ def observe_ahead(trial: Trial) -> SimpleNamespace:
 
 def observe_ahead_in_training(trial: Trial) -> SimpleNamespace:
     return observe(trial, 3, training=True)
+
+
+FROZEN_INSIDE = 3
+"""A block that is frozen, and those before it and after it are trained."""
+
+
+def observe_ahead_frozen(trial: Trial) -> SimpleNamespace:
+    return observe(trial, 3, frozen=FROZEN_INSIDE)
+
+
+def in_mode(training: bool) -> Look:
+    return observe_ahead_in_training if training else observe_ahead
 
 
 def started_by(recording: Any, mark: str) -> list[Any]:
@@ -70,10 +85,10 @@ def require_ahead(
     way: str,
     start: str,
     late: str = "each gather starts when its own block is due, or when the block before it is over",
-    training: bool = False,
+    look: Look = observe_ahead,
 ) -> None:
     """At each block's computation in `way`, the gather of the next was started, and nobody waited for it."""
-    seen = trial.once(observe_ahead_in_training if training else observe_ahead)
+    seen = trial.once(look)
     order = list(reversed(range(NUM_BLOCKS))) if way == "backward" else list(range(NUM_BLOCKS))
     told = "forward under no_grad" if way == "evaluation" else way
     for r, result in enumerate(seen.results):
@@ -141,17 +156,38 @@ def forward_gathers_ahead(trial: Trial) -> None:
     """While a block computes its forward, the gather of the next one is under way, also under no_grad."""
 
     def require(training: bool) -> None:
-        require_ahead(trial, "forward", "evaluated", training=training)
-        only = "only a forward with gradients gathers ahead"
-        require_ahead(trial, "evaluation", "at rest", only, training=training)
+        look, only = in_mode(training), "only a forward with gradients gathers ahead"
+        try:
+            require_ahead(trial, "forward", "evaluated", look=look)
+        except CheckEnded as end:
+            with suppress(CheckEnded):
+                require_ahead(trial, "evaluation", "at rest", look=look)
+                end.cause, end.help = NOT_THE_FIRST, "Keep nothing of a forward: each one starts them anew."
+            raise
+        require_ahead(trial, "evaluation", "at rest", only, look=look)
 
     require_in_evaluation(require, "a forward", IN_BOTH_MODES)
 
 
+NOT_THE_FIRST = (
+    "the forward before this one, the first of all and under no_grad, gathers ahead, and this one does not"
+)
+FROZEN_TOO = f"block {FROZEN_INSIDE} is frozen here, and nobody sends for it; of trained ones it is right"
+
+
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)
 def backward_gathers_ahead(trial: Trial) -> None:
-    """While a block computes its backward, the gather of the one before is under way."""
-    require_in_evaluation(lambda training: require_ahead(trial, "backward", "between", training=training))
+    """While a block computes its backward, the gather of the one before is under way, though it be frozen."""
+    require_in_evaluation(
+        lambda training: require_ahead(trial, "backward", "between", look=in_mode(training))
+    )
+    try:
+        require_ahead(trial, "backward", "between", look=observe_ahead_frozen)
+    except CheckEnded as end:
+        if f"while block {FROZEN_INSIDE + 1} computes" in end.message:
+            end.cause = FROZEN_TOO
+            end.help = "A gradient goes through a frozen block too, and it takes the weights to compute it."
+        raise
 
 
 @check("gather_ahead", world_sizes=(2, 3), subgroup=False)
@@ -198,9 +234,9 @@ def require_none_below(trial: Trial, block: int) -> None:
             f"the first {NUM_FROZEN} of {NUM_BLOCKS} blocks are frozen: after backward, besides gradients, "
             f"{more:,} bytes more are alive on it than before forward, where a block has {block:,}",
             help="Backward ends in the block whose input needs no gradient: send for nothing below it, and "
-            "free what is left when it is over.",
+            "when it is over free what is left, with all that was received for it.",
             rank=r,
-            cause="a unit is sent for that backward never comes to, and nobody frees it"
+            cause="a unit is sent for that backward never comes to, and what came for it stays"
             if more > most and max(left(2)) <= most
             else "",
         )

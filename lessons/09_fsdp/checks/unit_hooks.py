@@ -60,15 +60,23 @@ exercise(
 
 
 def step_on_ranks(
-    rank: Any, depth: int, training: bool, seed: int, batches: list[tuple[Tensor, Tensor]]
+    rank: Any,
+    depth: int,
+    training: bool,
+    frozen: int | None,
+    seed: int,
+    batches: list[tuple[Tensor, Tensor]],
 ) -> dict:
     """A forward of blocks under no_grad, then passes through them: what came out, and what happened when.
 
+    One of them may be frozen.
     The mode is the caller's until all is recorded, and training mode in the second pass.
     """
     submission = rank.submission
     with rank.record(memory=True) as recording:
         blocks = build(chain, seed, torch.float64).to(rank.device).train(training)
+        if frozen is not None:
+            blocks[frozen].requires_grad_(False)
         units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
         asked = ask_when(units, recording) if depth >= 3 else []
         for block, unit in zip(blocks, units, strict=True):
@@ -116,12 +124,13 @@ def step_on_ranks(
     }
 
 
-def observe(trial: Trial, depth: int, training: bool = False) -> SimpleNamespace:
+def observe(trial: Trial, depth: int, training: bool = False, frozen: int | None = None) -> SimpleNamespace:
     n = trial.num_ranks
     numbers = [trial.seed() for _ in range(n)]
     batches = [[(trial.normal(2, WIDTH, dtype=torch.float64), trial.normal(2, WIDTH, dtype=torch.float64))
                 for _ in range(2)] for _ in range(n)]  # fmt: skip
-    results = run(trial, step_on_ranks, depth, training, per_rank=list(zip(numbers, batches, strict=True)))
+    per_rank = list(zip(numbers, batches, strict=True))
+    results = run(trial, step_on_ranks, depth, training, frozen, per_rank=per_rank)
     before, model = (build(chain, numbers[0], torch.float64) for _ in range(2))
     with torch.no_grad():
         for parameter in model.parameters():
