@@ -112,11 +112,13 @@ def every_dimension_has_its_technique(trial: Trial) -> None:
         )
         names = [name for name, _, _ in result["log"]]
         needed = [dim for dim in sizes if sizes[dim] > 1 and dim != APART]  # one rank may do without
+        lacking = [name for name in names if name not in sizes]
         trial.require(
             set(needed) <= set(names) <= set(sizes) and len(set(names)) == len(names),
             f"on a mesh of {told(sizes)} these were applied: {', '.join(names) or 'none'}",
             help="One call for each name of mesh.mesh_dim_names.",
             rank=rank,
+            cause=f'the mesh has no dimension "{lacking[0]}"' if lacking else "",
         )
 
 
