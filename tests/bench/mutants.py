@@ -15,7 +15,7 @@ import argparse
 import ast
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,27 +161,28 @@ def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
             yield context, "__import__('contextlib').nullcontext()"
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Delete():
             yield node, "pass"
-        case ast.Call(func=function, args=arguments, keywords=keywords):
-            yield from changes_of_call(node, function, arguments, keywords, text)
+        case ast.Call():
+            yield from changes_of_call(node, text)
 
 
-def changes_of_call(node, function, arguments, keywords, text) -> Iterator[tuple[ast.Call, str]]:
+def changes_of_call(call: ast.Call, text: Callable[[ast.AST], str]) -> Iterator[tuple[ast.Call, str]]:
     """Without one of its options, with its arguments swapped, not in place, or not called at all."""
+    function, arguments = call.func, call.args
     head = text(function)[1:-1]
     given = [text(argument) for argument in arguments]
-    options = [f"{k.arg}={text(k.value)}" if k.arg else f"**{text(k.value)}" for k in keywords]
+    options = [f"{k.arg}={text(k.value)}" if k.arg else f"**{text(k.value)}" for k in call.keywords]
     for left_out in options:
-        yield node, f"{head}({', '.join([*given, *(each for each in options if each is not left_out)])})"
+        yield call, f"{head}({', '.join([*given, *(each for each in options if each is not left_out)])})"
     if len(given) == 2 and not any(isinstance(each, ast.Starred) for each in arguments):
-        yield node, f"{head}({', '.join([*given[::-1], *options])})"
+        yield call, f"{head}({', '.join([*given[::-1], *options])})"
     if isinstance(function, ast.Attribute):
         if function.attr.endswith("_") and not function.attr.endswith("__"):
-            yield node, f"{head.rstrip('_')}({', '.join([*given, *options])})"
+            yield call, f"{head.rstrip('_')}({', '.join([*given, *options])})"
         of_a_value = not (isinstance(function.value, ast.Name) and function.value.id in NOT_VALUES)
         if of_a_value and (not arguments or function.attr == "to"):
-            yield node, text(function.value)
+            yield call, text(function.value)
     elif isinstance(function, ast.Name) and len(given) == 1 and not options:
-        yield node, given[0]
+        yield call, given[0]
 
 
 def main() -> None:
