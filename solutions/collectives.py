@@ -217,8 +217,9 @@ def relay_microbatches(
 ) -> list[Tensor]:
     """This rank's part of a pipeline: rank r applies its layer to what rank r - 1 made of each input.
 
-    All ranks get the same number of inputs, all of one shape and dtype; only those of rank 0 count. A layer
-    does not change its input, but may return it, or a view of it, which need not be contiguous.
+    All ranks get the same number of inputs, one or more, all of one shape and dtype; only those of rank 0
+    count. A layer does not change its input, but may return it, or a view of it, which need not be
+    contiguous.
     A rank computes what has arrived before it waits for the next. An output leaves for the next rank as soon
     as it is computed (it may wait for the message before it), and while it travels the next one is computed,
     however late its receiver is.

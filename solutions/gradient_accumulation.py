@@ -86,9 +86,10 @@ def train_epoch(
     A step is what one batch with all counted targets of its micro-batches would give: the gradient of
     their mean loss, clipped to norm 1, one step of the optimizer and one of the scheduler. The optimizer
     may hold some of the model's parameters only; the norm may count the others, or not. What stood in any
-    `.grad` before the epoch does not count. A frozen parameter stays as it is, also where the optimizer
-    holds it. The memory is that of the largest micro-batch. The training mode is left alone. `microbatches`
-    stays as it is, for the next epoch.
+    `.grad` before the epoch does not count. The memory is that of the largest micro-batch. The training mode
+    is left alone. `microbatches` stays as it is, for the next epoch.
+
+    An extra that earns a star: a frozen parameter stays as it is, also where the optimizer holds it.
 
     Returns the mean loss of each step.
     """
