@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from infra.memory_table.ways import Way, makers
@@ -26,6 +26,8 @@ class Plan:
     """Steps of each whose bytes the interface counts; the least is kept."""
     collectives: bool = False
     """Whether lesson 07's collectives and torch's are measured, too, on one tensor."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """What is other than in the table's model and batch: fields of a TrainConfig."""
 
 
 @dataclass(frozen=True)

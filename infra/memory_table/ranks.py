@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,12 @@ def _rank(rank: int, plan: dict[str, Any], folder: Path, barrier: Barrier) -> No
     witness = Witness(barrier, rank, header) if header else None
     witnessed = plan["witnessed"] if witness else 0
     place = Place(device=torch.device("cpu"), rank=rank, num_ranks=num_ranks, barrier=dist.barrier)
-    alone = _Run(ONE_RANK, "solutions", Place(device=place.device), folder)
+    alone = _Run(ONE_RANK, "solutions", Place(device=place.device), folder, plan["sizes"])
     for _ in range(WARM_UP + 1 + witnessed + plan["rounds"]):
         alone.step()
     found: dict[str, list] = {"ways": [], "collectives": []}
     for way in (Way(**fields) for fields in plan["ways"]):
-        runs = [_Run(way, by, place, folder) for by in makers(way)]
+        runs = [_Run(way, by, place, folder, plan["sizes"]) for by in makers(way)]
         for run in runs:
             for _ in range(WARM_UP):
                 run.step()
@@ -137,8 +138,8 @@ def let_go() -> None:
 class _Run:
     """One way of training, step by step."""
 
-    def __init__(self, way: Way, by: str, place: Place, folder: Path) -> None:
-        config = train_config(way, folder)
+    def __init__(self, way: Way, by: str, place: Place, folder: Path, sizes: dict[str, int]) -> None:
+        config = replace(train_config(way, folder), **sizes)
         tokens = load_tokens("stdlib", None)
         vocab_size = -(-load_encoding(tokens.encoding).n_vocab // 64) * 64
         parallel, checkpoint, accumulate = way.find(by)
