@@ -301,6 +301,29 @@ def function_is_called_once_more(trial: Trial) -> None:
             f"{in_words(calls[times:])} in backward",
             help=HELP_INPUTS,
         )
+    require_two_calls_in_evaluation(trial)
+
+
+def evaluated(rank: Any, seed: int, x: Tensor) -> list[int]:
+    """How often a checkpoint calls a module in evaluation mode: in the forward, and in all."""
+    layers = build(lambda: Layers(x.size(-1), 0.3), seed, rank.device).eval()
+    y = checkpoint_of(rank, "mine")(layers, x.requires_grad_())
+    called = len(layers.calls)
+    if y.requires_grad:
+        with seeing(layers.calls):
+            y.sum().backward()
+    return [called, len(layers.calls)]
+
+
+def require_two_calls_in_evaluation(trial: Trial) -> None:
+    forward, both = trial.run(evaluated, trial.seed(), trial.normal(5, 6))[0]
+    trial.require(
+        (forward, both) == (1, 2),
+        f"the function is a module in evaluation mode: it was called {forward} times in the forward and "
+        f"{both - forward} times in backward",
+        help="Keep the inputs alone here, too: eval() changes what dropout does, and a backward may come.",
+        cause="in evaluation mode all is kept, and nothing computed again" if both == forward == 1 else "",
+    )
 
 
 def other_inputs(mine: dict) -> str:

@@ -131,6 +131,21 @@ def telling_of_no_graph(needs: tuple[bool, bool]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def telling_of_no_way() -> Iterator[None]:
+    """An error inside, where the graph of a loss does not lead to x or weight, is told with that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not have been used in the graph" in str(error):
+            error.add_note(
+                "torch.autograd.grad was asked for the gradients of x and weight, and the loss's graph does "
+                "not lead to one of them: an autograd.Function, such as a checkpoint, reaches it by a "
+                "closure. Hand it in as an argument of apply()"
+            )
+        raise
+
+
 def step(
     rank: Any, how: str, size: int, scale: float, needs: tuple[bool, bool], twice: bool, *given: Tensor
 ) -> dict:
@@ -182,7 +197,8 @@ def two_losses(rank: Any, how: str, size: int, given: tuple[Tensor, Tensor, Tens
     fewer[::2] = -1
     another = function(other, weight, fewer, size)
     after = loss.detach().clone()
-    gradients = torch.autograd.grad(loss + another, (one, other, weight))
+    with telling_of_no_way():
+        gradients = torch.autograd.grad(loss + another, (one, other, weight))
     counted = [(each != -1).sum() for each in (targets, fewer)]
     return {
         "before": before,

@@ -94,8 +94,8 @@ def weights_learn_where_no_input_needs_a_gradient(trial: Trial) -> None:
                     f"the gradient of {name}, a weight inside a checkpoint {case},",
                     mine["gradients"][name],
                     expected,
-                    help="torch.autograd.backward reaches all weights that the second call used; "
-                    "torch.autograd.grad reaches what it is asked for.",
+                    help="torch.autograd.backward reaches all weights that the second call used, unless it "
+                    "is told `inputs`; torch.autograd.grad reaches what it is asked for.",
                 )
 
 

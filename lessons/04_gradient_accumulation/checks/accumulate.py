@@ -74,7 +74,7 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             with torch.no_grad():
                 model.transformer.ln_f.weight[0] = torch.nan
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        shapes, modes = [], []
+        shapes, modes, apart = [], [], []
         drop = model.transformer.drop
         model.transformer.wte.register_forward_pre_hook(
             lambda _, args, shapes=shapes: shapes.append(list(args[0].shape))
@@ -85,6 +85,12 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if case["earlier"] is not None:
             earlier = case["earlier"].clone()
             rank.submission.accumulate_gradients(model, inputs.flip(1), earlier, case["num_microbatches"])
+        hooked = any(map(has_hooks, model.parameters()))
+        model.register_forward_pre_hook(
+            lambda _, args, case=case, apart=apart: apart.append(
+                is_apart(args, case["inputs"], case["targets"])
+            )
+        )
         loss = rank.submission.accumulate_gradients(model, inputs, targets, case["num_microbatches"])
         is_tensor = isinstance(loss, Tensor)
         results.append(
@@ -93,6 +99,8 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "attached": is_tensor and loss.requires_grad,
                 "gradients": gradients(model),
                 "rows": [shape[0] for shape in shapes],
+                "apart": any(apart),
+                "hooked": hooked,
                 "lengths": sorted({shape[-1] for shape in shapes}),
                 "modes": modes,
                 "modes after": [module.training for module in model.modules()],
@@ -108,6 +116,20 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return results
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether its gradient goes through a hook; torch keeps them under names of its own."""
+    return any(getattr(parameter, f"_{kind}_hooks", None) for kind in ("backward", "post_accumulate_grad"))
+
+
+def is_apart(given: tuple[Any, ...], inputs: Tensor, targets: Tensor) -> bool:
+    """Whether whole sequences of a batch were given with other rows of its targets than their own."""
+    if len(given) != 2 or any(x.shape[1:] != inputs.shape[1:] for x in given):
+        return False
+    rows, goals = ((batch == x[:, None]).all(2) for batch, x in zip((inputs, targets), given, strict=True))
+    known = bool(rows.any(1).all() and goals.any(1).all())
+    return known and not bool((rows & goals).any(1).all())
 
 
 def observe(trial: Trial, cases: list[Case]) -> list[tuple[Case, dict[str, Any]]]:
@@ -245,6 +267,7 @@ def require_one_pass(trial: Trial, seen: list[tuple[Case, dict[str, Any]]], help
             alternatives |= kept_slips(case, name, added[name])
             alternatives |= {} if explained else of_cut_sequences(case, result["lengths"], actual)
             alternatives |= {} if explained else of_earlier_counts(case, name, added[name], counts)
+            alternatives |= {} if explained else of_the_calls(case, result, actual)
             alternatives |= of_both_names(name, added[name], expected, result["gradients"])
             trial.close(
                 f"{case.told}: the gradient of {name}",
@@ -276,6 +299,20 @@ def of_cut_sequences(case: Case, lengths: list[int], actual: Any) -> dict[str, F
         f"batch have {length}: tokens without a counted target are the context of others all the same"
     )
     return {told: Fault(actual, "Cut the batch into whole rows, whatever counts in them.")}
+
+
+def of_the_calls(case: Case, result: dict[str, Any], actual: Any) -> dict[str, Fault]:
+    """What was seen of the calls that explains any wrong gradient."""
+    found = {}
+    if result["apart"]:
+        told = "the model was given sequences with the targets of others: rows and goals are cut differently"
+        found[told] = Fault(
+            actual, "Cut inputs and targets alike: row i of one belongs to row i of the other."
+        )
+    if case.earlier is not None and result["hooked"]:
+        told = "hooks that an earlier call put on the parameters are still there, and change these gradients"
+        found[told] = Fault(actual, "Keep the handles that register_hook() returns, and remove() them.")
+    return found
 
 
 def of_earlier_counts(case: Case, name: str, added: Tensor, counts: set[int]) -> dict[str, Fault]:

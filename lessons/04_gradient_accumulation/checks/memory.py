@@ -125,8 +125,9 @@ def peak_bytes_fall_to_a_share(trial: Trial) -> None:
             f"{seen.told}: {seen.peak:,} bytes were alive at once. One pass over the whole batch needs "
             f"{seen.one_pass:,} and {seen.gradients:,} of gradients; 1/{seen.k} of the batch needs some "
             f"{seen.one_pass // seen.k:,} and the gradients",
-            help="Call backward() in the loop: it frees what the micro-batch kept. Nothing of a micro-batch, "
-            "such as its logits, should be there when the next but one begins.",
+            help="Call backward() in the loop, on the micro-batch just computed: it frees what that kept, "
+            "unless it is told to keep the graph (retain_graph, create_graph). Of what a micro-batch leaves, "
+            "such as its logits, nothing should be there when the next but one begins.",
             cause=likely(seen),
         )
 
@@ -134,7 +135,9 @@ def peak_bytes_fall_to_a_share(trial: Trial) -> None:
 def likely(seen: SimpleNamespace) -> str:
     """Why so much is alive."""
     if seen.peak - seen.gradients > 0.5 * seen.one_pass:
-        return "what all micro-batches kept is alive together: does backward run after the loop?"
+        return (
+            "what all micro-batches kept is alive together: is backward after the loop, or are graphs kept?"
+        )
     if seen.left <= 5 * seen.gradients:  # when the next one begins
         return (
             "of one micro-batch more is alive than backward() needs: create_graph=True, and torch.func, keep "
