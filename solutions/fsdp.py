@@ -535,12 +535,13 @@ class FullySharded(nn.Module):
     The constructor takes the weights of the group's rank 0. `parameters()` are this rank's shards, for any
     optimizer. Shards, gathered weights and gradients have the dtype of their parameter, whichever that is. A
     block is gathered before its forward and before its backward, and freed after each: no more than two are
-    whole at a time. What lies outside the blocks may stay gathered from forward to backward. Each forward
-    computes with the shards as they are by then. After backward, from the loss or from the logits, the mean
-    gradients are in the shards' `.grad`, added to what was there. Another forward may come between a loss
-    and its backward. A step sends no more than two all-gathers of the weights and one reduce-scatter of the
-    gradients would. Frozen weights are cut as well; they neither move nor decay. A hook on a parameter of
-    the GPT keeps working: it gets this rank's whole gradient, and what it returns is averaged.
+    whole at a time. What lies outside the blocks may stay gathered from forward to backward. A forward under
+    no_grad leaves nothing gathered. Each forward computes with the shards as they are by then. After
+    backward, from the loss or from the logits, the mean gradients are in the shards' `.grad`, added to what
+    was there. Another forward may come between a loss and its backward. A step sends no more than two
+    all-gathers of the weights and one reduce-scatter of the gradients would. Frozen weights are cut as well;
+    they neither move nor decay. A hook on a parameter of the GPT keeps working: it gets this rank's whole
+    gradient, and what it returns is averaged.
 
     With `param_dtype`, weights are gathered, and blocks compute, in that dtype. With `reduce_dtype`,
     gradients are summed over the ranks in that one, else in the dtype in which blocks compute. Shards, their

@@ -12,12 +12,13 @@ from . import unit_dtypes  # noqa: F401
 from . import unit_gradients  # noqa: F401
 from . import unit_hooks  # noqa: F401
 from . import unit_ahead  # noqa: F401
-from . import fully_sharded  # noqa: F401  the first of four files on FullySharded
+from . import fully_sharded  # noqa: F401  the first of seven files on FullySharded
 from . import hooks  # noqa: F401
 from . import by_then  # noqa: F401
 from . import residency  # noqa: F401
 from . import precision  # noqa: F401
 from . import prefetch  # noqa: F401
+from . import let_go  # noqa: F401
 from . import hybrid_shard  # noqa: F401  the first of three files on it
 from . import hybrid_apart  # noqa: F401
 from . import hybrid_wire  # noqa: F401

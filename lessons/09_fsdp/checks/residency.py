@@ -293,28 +293,50 @@ def wordy_gpt() -> GPT:
 
 
 def measure_wordy(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
-    return measure_step(rank, build(wordy_gpt, seed), False, batch)
+    """The bytes that are alive before a step, when a forward without backward is over, and after a step."""
+    model = build(wordy_gpt, seed).to(rank.device)
+    with rank.record(memory=True) as step:
+        sharded = rank.submission.FullySharded(model, rank.group)
+        del model
+        settle()
+        step.mark("before")
+        for training, mark in ((False, "evaluated"), (True, "validated")):
+            sharded.train(training)
+            with torch.no_grad():
+                sharded(*batch)
+            settle()
+            step.mark(mark)
+        gradients = measure_backward(sharded, step, batch)
+    return {"step": step, "gradients": gradients}
+
+
+def observe_wordy(trial: Trial) -> SimpleNamespace:
+    batch = (trial.tokens(WORDS, 1, 2), trial.tokens(WORDS, 1, 2))
+    model = build(wordy_gpt, 0)
+    return SimpleNamespace(
+        results=run(trial, measure_wordy, trial.seed(), batch),
+        table=bytes_of(model.transformer.wte),
+        share=padded_bytes(model, trial.num_ranks) // trial.num_ranks,
+    )
 
 
 def require_the_rest_freed(trial: Trial) -> None:
     """What lies outside the blocks is whole neither before a step nor after its backward."""
-    batch = (trial.tokens(WORDS, 1, 2), trial.tokens(WORDS, 1, 2))
-    model = build(wordy_gpt, 0)
-    outside, share = bytes_of(model.transformer.wte), padded_bytes(model, trial.num_ranks) // trial.num_ranks
-    for r, result in enumerate(run(trial, measure_wordy, trial.seed(), batch)):
+    seen = trial.once(observe_wordy)
+    for r, result in enumerate(seen.results):
         before, after = (result["step"].alive(when) for when in ("before", "after"))
         for told, what, alive, allowed, help in (
-            ("after the constructor", "", before, share, "Cut and empty it as you do the blocks."),
+            ("after the constructor", "", before, seen.share, "Cut and empty it as you do the blocks."),
             (
                 "after backward",
                 " or its gradient",
                 after,
-                share + result["gradients"],
+                seen.share + result["gradients"],
                 "When backward is over, reduce its gradients and free it, as you do with a block.",
             ),
         ):
             trial.require(
-                alive <= allowed + outside / 3,
+                alive <= allowed + seen.table / 3,
                 f"of a GPT with a large token table {alive:,} bytes are alive on it {told}; its shards, and "
                 f"their gradients where there are some, have {allowed:,}",
                 cause=f"the token table, which lies outside the blocks,{what} is still there whole",
@@ -335,24 +357,26 @@ def frozen_gpt(blocks: tuple[int, ...]) -> GPT:
 def measure_frozen(
     rank: Any, seed: int, blocks: tuple[int, ...], prefetch: bool, batch: tuple[Tensor, Tensor]
 ) -> dict:
-    return measure_step(rank, build(partial(frozen_gpt, blocks), seed), prefetch, batch)
-
-
-def measure_step(rank: Any, model: GPT, prefetch: bool, batch: tuple[Tensor, Tensor]) -> dict:
     """The bytes that are alive before a step and after its backward, and those of the gradients."""
-    model = model.to(rank.device)
+    model = build(partial(frozen_gpt, blocks), seed).to(rank.device)
     with rank.record(memory=True) as step:
         sharded = rank.submission.FullySharded(model, rank.group, prefetch=prefetch)
         del model
         settle()
         step.mark("before")
-        _, loss = sharded(*batch)
-        loss.backward()
-        del loss
-        settle()
-        step.mark("after")
+        gradients = measure_backward(sharded, step, batch)
+    return {"step": step, "gradients": gradients}
+
+
+def measure_backward(sharded: nn.Module, step: Any, batch: tuple[Tensor, Tensor]) -> int:
+    """The bytes of the shards' gradients after a step, when "after" is marked."""
+    _, loss = sharded(*batch)
+    loss.backward()
+    del loss
+    settle()
+    step.mark("after")
     gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
-    return {"step": step, "gradients": sum(g.numel() * g.element_size() for g in gradients)}
+    return sum(g.numel() * g.element_size() for g in gradients)
 
 
 @dataclass(frozen=True)
