@@ -451,8 +451,10 @@ def reduce_gradients(unit: ShardedUnit) -> None:
     `.grad`.
     """
     # answer
+    if all(whole.grad is None for whole in unit.parameters):
+        return
     for flat in unit.flats:
-        if all(whole.grad is None for whole in flat.wholes):
+        if not flat.shards[0].requires_grad:
             continue
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in flat.wholes]
         gradient = torch.cat([g.flatten() for g in own])

@@ -1,5 +1,7 @@
 """Checks of `reduce_gradients`: the whole gradients of a unit become the mean in its shards."""
 
+from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,45 +149,102 @@ ALONE = 3
 """The parameter that, in another pass, has no gradient on the last rank, and has one on the others."""
 
 
-def reduce_once(rank: Any, tensors: list[Tensor], gradients: list[Tensor], without: tuple[int, ...]) -> dict:
-    given = make_parameters(tensors, rank.device)
-    unit = rank.submission.ShardedUnit(given, rank.group)
-    unit.gather()
-    give(given, gradients, without)
-    rank.submission.reduce_gradients(unit)
-    shard = unit.shards[ALONE]
-    return {"none": shard.numel() > 0 and shard.grad is None, "mean": whole_gradients([unit])}
+@dataclass(frozen=True)
+class Unit:
+    """A unit that has a parameter without a gradient on the last rank."""
+
+    told: str
+    frozen: int | None
+    dtype: torch.dtype
+    """Of the parameter that has none; the others are in float64."""
+    cause: str
+
+
+UNITS = (
+    Unit("of one dtype", FROZEN, torch.float64, "Where one has none on all ranks, all of it returns"),
+    Unit("without a frozen one", None, torch.float64, "With a frozen one in the unit all of it returns"),
+    Unit(
+        "of two dtypes",
+        None,
+        torch.float32,
+        "It is the only one of its dtype there, and in a unit of one dtype all of it returns",
+    ),
+)
+
+
+def reduce_once(rank: Any, count: int, tensors: list[Tensor], gradients: list[Tensor]) -> list:
+    """Of the first units: whether the shard got no gradient, and the mean gradients."""
+    found = []
+    for each in UNITS[:count]:
+        own = [x.to(each.dtype) if i == ALONE else x for i, x in enumerate(tensors)]
+        given = make_parameters(own, rank.device, each.frozen)
+        unit = rank.submission.ShardedUnit(given, rank.group)
+        unit.gather()
+        last = rank.group.rank() == rank.group.size() - 1
+        give(given, [g.to(w.dtype) for g, w in zip(gradients, own, strict=True)], without(each, last))
+        rank.submission.reduce_gradients(unit)
+        shard = unit.shards[ALONE]
+        none = shard.numel() > 0 and shard.grad is None
+        found.append({"none": none, "mean": [mean.double() for mean in whole_gradients([unit])]})
+    return found
+
+
+def without(unit: Unit, last: bool) -> tuple[int, ...]:
+    """The parameters that have no gradient."""
+    frozen = () if unit.frozen is None else (unit.frozen,)
+    return (*frozen, ALONE) if last else frozen
+
+
+def reduce_units(trial: Trial, tensors: list[list[Tensor]], gradients: list[list[Tensor]]) -> list[list]:
+    """By rank, what is found of each unit; where it ends early, the first unit in which it does is told."""
+    per_rank = list(zip(tensors, gradients, strict=True))
+    try:
+        return trial.run(reduce_once, len(UNITS), per_rank=per_rank)
+    except CheckEnded as end:
+        returns = 0
+        with suppress(CheckEnded):
+            for count in range(1, len(UNITS)):
+                trial.run(reduce_once, count, per_rank=per_rank)
+                returns = count
+        end.cause, end.help = f"{ON_THE_LAST.format(trial.num_ranks - 1)}. {UNITS[returns].cause}", SAME_CALLS
+        raise
+
+
+ON_THE_LAST = "a parameter has no gradient on rank {} alone"
+SAME_CALLS = (
+    "Fill in zeros where a gradient is None: every rank makes the same calls, and n counts them all. Whether "
+    "there is any is asked of the whole unit."
+)
 
 
 def require_mean_without_one(trial: Trial) -> None:
     """A gradient that the last rank alone has not counts as zero, and all ranks make the same calls."""
     n = trial.num_ranks
     tensors, gradients = draw_tensors(trial), draw_tensors(trial)
-    without = [(FROZEN,)] * (n - 1) + [(FROZEN, ALONE)]
-    told = f"a parameter has no gradient on rank {n - 1} alone"
-    help = "Fill in zeros where a gradient is None: every rank makes the same calls, and n counts them all."
-    try:
-        results = trial.run(reduce_once, per_rank=list(zip(tensors, gradients, without, strict=True)))
-    except CheckEnded as end:
-        end.cause, end.help = f"{told}. Where one has none on all ranks, all of it returns", help
-        raise
-    for r, result in enumerate(results):
-        trial.require(
-            not result["none"],
-            f"{told}, and the shard that this rank has of it is left without a .grad",
-            help="The mean of the others' gradients, this one counting as zero, comes to every rank's shard.",
-            rank=r,
-        )
+    told = ON_THE_LAST.format(n - 1)
+    results = reduce_units(trial, tensors, gradients)
     gradients[-1][ALONE].zero_()
-    for i, shape in enumerate(SHAPES):
-        own = by_parameter(gradients, i, (FROZEN,))
-        trial.close(
-            f"the gradient of the parameter of shape {shape}, where {told},",
-            [result["mean"][i] for result in results],
-            own.mean(0),
-            alternatives={"the mean over those ranks that have one": own[:-1].mean(0)} if i == ALONE else {},
-            help=help,
-        )
+    for k, unit in enumerate(UNITS):
+        for r, result in enumerate(results):
+            trial.require(
+                not result[k]["none"],
+                f"{told}, and the shard that this rank has of it is left without a .grad",
+                help="The mean of the others' gradients, this one counting as zero, comes to every rank's "
+                "shard.",
+                rank=r,
+            )
+        for i, shape in enumerate(SHAPES):
+            own = by_parameter(gradients, i, without(unit, last=False))
+            trial.close(
+                f"the gradient of the parameter of shape {shape}, where {told}, in a unit {unit.told},",
+                [result[k]["mean"][i] for result in results],
+                own.mean(0),
+                rtol=1e-6,
+                alternatives={"the mean over those ranks that have one": own[:-1].mean(0)}
+                if i == ALONE
+                else {},
+                help=SAME_CALLS,
+            )
 
 
 @check("reduce_gradients")
