@@ -90,7 +90,9 @@ def require_one_ahead(trial: Trial, seen: Any) -> None:
                     f"this step, and {due} are due",
                     help="Start the next block's gather right after this one's.",
                     rank=r,
-                    cause="each gather starts when its own block is due" if blocks >= 0.9 * due - 1 else "",
+                    cause="the next gather starts when its own block is due"
+                    if blocks >= 0.9 * due - 1
+                    else "",
                 )
                 alone = [e for e in sent if e.kind in GATHERS_ALONE]
                 blocks = num_bytes(alone) / seen.block - num_bytes(before) / seen.block

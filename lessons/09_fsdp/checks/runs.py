@@ -21,9 +21,9 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
                 "before its backward was over"
             )
             end.help = (
-                "Gather a block's weights before its forward, and once more before its backward. A full "
-                "backward hook is called at once where the block's input needs no gradient: free when "
-                "backward comes to the block before, or ends."
+                "Gather a block's weights before every forward, and once more before every backward. Free "
+                "them when backward comes to the block before, or ends: a full backward hook comes too early "
+                "where the block's input needs no gradient."
             )
         elif end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
             end.cause = "what needs no gradient takes no hook: what is frozen, and outputs under no_grad"

@@ -93,6 +93,7 @@ def require_ahead(
     told = "forward under no_grad" if way == "evaluation" else way
     for r, result in enumerate(seen.results):
         recording = result["recording"]
+        behind = blocks_without_the_next(result, way, start, order, seen.block)
         for turn, number in enumerate(order):
             mark, due = f"{way} {number}", min(turn + 2, NUM_BLOCKS)
             sent = gathered_since(recording, mark, start)
@@ -104,7 +105,7 @@ def require_ahead(
                 f"with that of the next block they would be {due}",
                 help="start_gather() of the unit that comes next, right after this one's gather().",
                 rank=r,
-                cause=late if blocks >= 0.9 * (turn + 1) else "",
+                cause=why_late(behind, order, late) if blocks >= 0.9 * (turn + 1) else "",
             )
             trial.require(
                 surely <= 1.3 * due + 0.3,
@@ -123,6 +124,30 @@ def require_ahead(
                     cause="the next block's gather was waited for at once",
                 )
         require_next(trial, r, result["asked"], way, told, order)
+
+
+def blocks_without_the_next(result: dict, way: str, start: str, order: list[int], block: int) -> list[int]:
+    """The blocks that compute when the next one's unit was not sent for, or fewer gathers than are due."""
+    recording, marks, found = result["recording"], list(result["recording"].totals), []
+    for turn, (number, next_one) in enumerate(pairwise(order)):
+        mark = f"{way} {number}"
+        before = marks[marks.index(start) : marks.index(mark) if mark in marks else None]
+        sent = num_bytes(gathered_since(recording, mark, start)) / block
+        asked = any(unit == next_one and when in before for when, unit in result["asked"])
+        if not asked or sent < 0.9 * (turn + 2):
+            found.append(number)
+    return found
+
+
+def why_late(behind: list[int], order: list[int], late: str) -> str:
+    """`late`, if it is true of all blocks; else, which are those of which it is true."""
+    ahead = [number for number in order[:-1] if number not in behind]
+    if not ahead:
+        return late
+    return (
+        f"the next block's gather has been started when these compute: {', '.join(map(str, ahead))}; and not "
+        f"when these do: {', '.join(map(str, behind))}"
+    )
 
 
 def require_next(

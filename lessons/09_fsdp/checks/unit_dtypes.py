@@ -48,12 +48,25 @@ def mixed_tensors(trial: Trial) -> list[Tensor]:
     return [trial.normal(*shape, dtype=dtype) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
 
 
+def short(dtypes: list[str]) -> str:
+    return ", ".join(dtype.removeprefix("torch.") for dtype in dtypes)
+
+
 def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gathered: Any) -> None:
+    own = [str(tensor.dtype) for tensor in tensors]
     for r, result in enumerate(results):
+        found = result["shards"]
+        trial.require(
+            found == own or sorted(found) != sorted(own),
+            f"the parameters are in {short(own)}, and the shards in {short(found)}",
+            help="unit.shards[i] belongs to unit.parameters[i].",
+            rank=r,
+            cause="the shards are in another order than the parameters",
+        )
         for i, tensor in enumerate(tensors):
             trial.require(
-                result["shards"][i] == str(tensor.dtype),
-                f"the shard of a parameter in {tensor.dtype} is in {result['shards'][i]}",
+                found[i] == own[i],
+                f"the shard of a parameter in {tensor.dtype} is in {found[i]}",
                 help="param_dtype is the dtype of what is gathered: cast what you send, not what you keep."
                 if gathered
                 else "Shards keep the dtype of their parameter: lay out each dtype by itself.",
