@@ -170,7 +170,7 @@ def finish_waits_for_the_network(trial: Trial) -> None:
 
 
 def what_is_left(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> dict:
-    """The `.grad` that are there after a pass and finish; a parameter of the model is used by no rank.
+    """What is in `.grad` and in `share_grad` after a pass and finish; a parameter is used by no rank.
 
     And what a call by name returns before that, or the words of its TypeError.
     """
@@ -185,7 +185,9 @@ def what_is_left(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> dict:
     wrapped(tokens, targets)[1].backward()
     wrapped.finish_gradient_synchronization()
     left = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"left": left, "by name": by_name}
+    shares = {name: getattr(p, "share_grad", None) for name, p in model.named_parameters()}
+    shares = {name: share.clone() for name, share in shares.items() if isinstance(share, Tensor)}
+    return {"left": left, "shares": shares, "by name": by_name}
 
 
 def observe_what_is_left(trial: Trial) -> SimpleNamespace:
@@ -253,6 +255,25 @@ def no_gradient_waits_for_others(trial: Trial) -> None:
                 if mine
                 else "",
             )
+
+
+@check("ShardedGradients", world_sizes=(2, 3), subgroup=False)
+def a_share_is_divided_before_the_step(trial: Trial) -> None:
+    """What is in `share_grad`, if anything is, is no sum of the ranks' gradients: it is ready for a step."""
+    seen, n = trial.once(observe_what_is_left), trial.num_ranks
+    for name, own in seen.own[0].items():
+        shares = [result["shares"].get(name) for result in seen.results]
+        if own is None or any(share is None for share in shares):
+            continue
+        found = torch.cat([share.flatten() for share in shares])[: own.numel()]
+        total = sum(gradients[name] for gradients in seen.own).flatten()
+        summed = found.shape == total.shape and is_close(found, total) and not is_close(found, total / n)
+        trial.require(
+            not summed,
+            f"after finish_gradient_synchronization() {name}.share_grad has a share of the sum, and "
+            "not of the mean",
+            help="Divide by the number of ranks when the sum has come, and not in the step.",
+        )
 
 
 def measure(rank: Any, training: bool, seed: int, x: Tensor) -> dict:
