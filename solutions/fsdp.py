@@ -715,10 +715,10 @@ def clipped_step(
 
     `module(inputs, targets)` returns (outputs, loss), `module.parameters()` are this rank's shards, and after
     `backward` their `.grad` are this rank's shards of the mean gradient (None where a rank has none).
-    The norm is that of the whole gradient, as if one process had it, in float64 as well, though no gradient
-    travels for it; where it is larger than `max_norm`, every rank multiplies its gradients by max_norm / norm
-    (with PyTorch's 1e-6 added to the norm, or without). Returns the norm before clipping, a scalar that is
-    the same on every rank.
+    The norm is that of the whole gradient, as if one process had it, also of a model in float64, though no
+    gradient travels for it; where it is larger than `max_norm`, every rank multiplies its gradients by
+    max_norm / norm (with PyTorch's 1e-6 added to the norm, or without). Returns the norm before clipping, a
+    scalar that is the same on every rank.
     """
     # answer
     optimizer.zero_grad()
