@@ -26,6 +26,8 @@ exercise(
 )
 
 
+LONG = 683
+"""Tokens: three such rows have 2049, which float16 and bfloat16 round to 2048."""
 FEW = 48
 """Numbers that may be sent: a few counts, also pickled. The losses of all tokens are 80."""
 
@@ -58,18 +60,19 @@ def uneven(trial: Trial) -> SimpleNamespace:
 def observed(trial: Trial, plans: list[Sizes], more: int = 0) -> SimpleNamespace:
     """Places along "data" count different numbers of targets; ranks with the same rows have the same.
 
-    The first place has so many rows more than the others, and counts all of its targets if it has any more.
+    The first place has so many rows more than the others, and counts all of its targets if it has any more:
+    then the rows are long. The losses of different places differ.
     """
     drawn = []
     for sizes in plans:
         shares = []
         for slot in range(sizes["data"] * sizes.get(APART, 1)):  # one mesh's places, then the next one's
-            rows = 2 + more * (slot == 0)
-            targets = trial.tokens(20, rows, 40)
+            rows, s = 2 + more * (slot == 0), LONG if more else 40
+            targets = trial.tokens(20, rows, s)
             if rows == 2:
                 targets[:, : 1 + 5 * slot] = -1
                 targets[0, -trial.integer(1, 9) :] = -1
-            shares.append((trial.normal(rows, 40, 20, dtype=torch.float64), targets))
+            shares.append(((1 + slot) * trial.normal(rows, s, 20, dtype=torch.float64), targets))
         drawn.append(shares)
     by_rank = [
         ([(sizes, *shares[slot_of(r, sizes)]) for sizes, shares in zip(plans, drawn, strict=True)],)
@@ -134,6 +137,9 @@ UNWEIGHED = (
     "it is not weighed at all, or by counts of all targets, those of -1 too, or along a dimension of one rank"
 )
 
+DETACHED = "the loss is weighed, and the gradient is not: it is that of the loss as it was given"
+WEIGH_ITSELF = "Multiply the loss itself: no gradient comes through detach(), nor through torch.no_grad()."
+
 PART_OF_THE_MEAN = "it is this rank's part of the mean: the mean along data divides once more"
 """Seen where all ranks lie along data, before there is another mesh."""
 
@@ -195,6 +201,13 @@ def summed(times: int) -> tuple[str, Any]:
     )
 
 
+def all_close(values: list[Any], right: list[Tensor]) -> bool:
+    return all(
+        isinstance(value, Tensor) and is_close(value, each, 1e-5)
+        for value, each in zip(values, right, strict=True)
+    )
+
+
 def along_data(values: list[Any], sizes: Sizes) -> list[Any]:
     """For each rank the plain mean along "data" of what the ranks there have: that is what is promised."""
     if not all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
@@ -223,6 +236,9 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
         times = times_the_mean(values, [loss for loss, _ in right], sizes) if alone else 0
         if times or not alone:
             del by_slip[PART_OF_THE_MEAN]
+        detached = part and all_close(along_data(values, sizes), along_data([own for own, _ in right], sizes))
+        if detached:
+            by_slip[DETACHED] = by_slip.pop(UNWEIGHED)
         for words, count in (
             ("targets of 0 are not counted: -1 alone does not count", counted_but_0),
             ("every -1 before the last counted target of its row is counted, too", up_to_the_last),
@@ -243,6 +259,8 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
             slips = {words: along_data(found, sizes) for words, found in slips.items()}
         if words:
             slips[words] = Fault(slips[words], OWN_LOSS)
+        if detached:
+            slips[DETACHED] = Fault(slips[DETACHED], WEIGH_ITSELF)
         trial.close(
             f"{what} on a mesh of {told(sizes)}",
             actual,
@@ -258,6 +276,13 @@ def on_data_alone_it_is_weighed_by_targets(trial: Trial) -> None:
     """Where all ranks lie along data, each counts as much as it has targets that count."""
     require(trial, 0, LOSS, alone=True)
     require(trial, 1, "the gradient", alone=True)
+
+
+ROUNDED = {
+    "the counts are rounded to bfloat16, which has not every whole number above 256": torch.bfloat16,
+    "the counts are rounded to float16, which has not every whole number above 2048": torch.float16,
+}
+KEEP_COUNTS = "Count in whole numbers, or in float32 or wider: the sum of a mask is a whole number already."
 
 
 @check("weighed_loss", world_sizes=(2, 3))
@@ -281,7 +306,12 @@ def ranks_may_have_different_numbers_of_rows(trial: Trial) -> None:
         ]
         return fewer[p] * n / sum(fewer)
 
+    def by_rounded(dtype: torch.dtype, counts: list[int], p: int, sizes: dict[str, int]) -> float:
+        own = torch.tensor(counts).to(dtype)
+        return own[p].item() * n / own.sum().item()
+
     slips = {
+        **{words: partial(by_rounded, dtype) for words, dtype in ROUNDED.items()},
         "it is weighed by the number of rows, or of all targets, those of -1 too": by_rows,
         "it is weighed by what fraction of its targets counts, and one rank has a row more: how many count "
         "is what matters": by_fraction,
@@ -289,14 +319,16 @@ def ranks_may_have_different_numbers_of_rows(trial: Trial) -> None:
             without_the_smallest
         ),
     }
+    found: dict[str, Any] = {
+        words: along_data([loss for loss, _ in by_weight(seen, 0, weigh, n)], seen.plans[0])
+        for words, weigh in slips.items()
+    }
+    found |= {words: Fault(found[words], KEEP_COUNTS) for words in ROUNDED}
     trial.close(
         f"{LOSS}, where the ranks have {' and '.join(map(str, rows))} rows,",
         along_data([result[0]["loss"] for result in seen.results], seen.plans[0]),
         along_data([loss for loss, _ in by_weight(seen, 0, by_share, n)], seen.plans[0]),
-        {
-            words: along_data([loss for loss, _ in by_weight(seen, 0, weigh, n)], seen.plans[0])
-            for words, weigh in slips.items()
-        },
+        found,
         help=SHARE,
         rtol=1e-5,
     )

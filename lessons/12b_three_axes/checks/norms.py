@@ -33,6 +33,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "shard of a matrix": ((40, 30), ("tensor", "data")),
     "shard of a norm": ((17,), ("data",)),
     "of parts of tokens": ((20, 12), ("context",)),
+    "learned number": ((), ()),
 }
 """Name → shape of the whole gradient, and the dimensions along which it is cut.
 
@@ -53,8 +54,16 @@ def names_in(kind: str) -> list[str]:
     return list(PARAMETERS)[: 1 if kind == ALONE else None]
 
 
+def drawn(trial: Trial, name: str, scale: float) -> Tensor:
+    """A whole gradient. A number that is alone is never small: it counts in the norm."""
+    shape = PARAMETERS[name][0]
+    return scale * (trial.normal(*shape) if shape else 10 + trial.normal(1)[0])
+
+
 def own_part(whole: Tensor, cut: tuple[str, ...], rank: int, sizes: Sizes) -> Tensor:
     """A rank's part of a gradient, flat; empty where there are fewer numbers than ranks."""
+    if not whole.dim():
+        return whole.clone()
     flat = whole.flatten()
     for dim in cut:
         flat = flat.tensor_split(sizes[dim])[place(rank, sizes)[dim]]
@@ -109,10 +118,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     for sizes, kind in plans:
         scale = 300.0 if kind.startswith("float16") else 1.0
         models = [
-            {
-                n: (scale * trial.normal(*PARAMETERS[n][0])).to(KINDS.get(kind, torch.float32))
-                for n in names_in(kind)
-            }
+            {name: drawn(trial, name, scale).to(KINDS.get(kind, torch.float32)) for name in names_in(kind)}
             for _ in range(sizes.get(APART, 1))
         ]
         wholes.append([models[which_mesh(rank, sizes)] for rank in range(trial.num_ranks)])
@@ -186,7 +192,7 @@ def root(squares: Any) -> Tensor:
 
 def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
     """Cause → the norm that it leads to, by rank, on a mesh that is the whole world."""
-    (sizes, _), whole = seen.plans[i], seen.wholes[i][0]
+    (sizes, kind), whole = seen.plans[i], seen.wholes[i][0]
     squares = {name: x.double().square().sum() for name, x in whole.items()}
     own_squares = [
         {name: gradient.double().square().sum() for name, gradient in cases[i][1].items()}
@@ -250,8 +256,17 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
         ),
         "it is the square of the norm": Fault(sum(squares.values()), ONE_ROOT),
         "what no dimension cuts is left out": root(sum(x for n, x in squares.items() if PARAMETERS[n][1])),
+        "what has no dimensions, a learned number, is left out": Fault(
+            root(sum(x for name, x in squares.items() if whole[name].dim())),
+            "Ask numel(), which is 1 there: size(0) and len() have no answer.",
+        ),
         "it is averaged over the ranks": root(sum(local) / num_ranks),
     }
+    if kind in KINDS:
+        known[f"it is the right norm, rounded to {str(KINDS[kind]).removeprefix('torch.')}"] = Fault(
+            root(sum(squares.values())).to(KINDS[kind]).double(),
+            "Return it as it was added up, in float32 or wider.",
+        )
     for which, told_which in ((0, "first"), (-1, "last")):
         known[f"what two dimensions cut is added up along the {told_which} of them alone"] = Fault(
             [root(sum(along_one(r, name, which) for name in squares)) for r in every],
@@ -300,7 +315,8 @@ def every_number_counts_once(trial: Trial) -> None:
     require_norm(
         trial,
         ("float32", ALONE),
-        "Divide a parameter's squares by the number of ranks that have a copy of them.",
+        "Count each number once: divide a parameter's squares by the number of ranks that have a copy of "
+        "them, or sum them along those dimensions alone that cut it.",
     )
 
 
