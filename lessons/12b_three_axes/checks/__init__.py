@@ -8,6 +8,7 @@ from . import places  # noqa: F401
 from . import rows  # noqa: F401
 from . import assembly  # noqa: F401
 from . import assembled  # noqa: F401
+from . import one_rank  # noqa: F401
 from . import norms  # noqa: F401
 from . import axes  # noqa: F401
 from . import bug  # noqa: F401
