@@ -8,6 +8,7 @@ from grader.checks import CheckEnded, Trial, Verdict
 
 NOTHING_LEFT = "out of bounds for storage of size 0"
 """What torch says where a tensor is used whose storage was shrunk to nothing."""
+IN_THE_SECOND = "the first forward and backward came through, and this is in the second"
 
 
 def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
@@ -16,14 +17,19 @@ def run(trial: Trial, function: Any, *args: Any, **kwargs: Any) -> list[dict]:
         return trial.run(function, *args, **kwargs)
     except CheckEnded as end:
         if end.verdict == Verdict.CRASHED and NOTHING_LEFT in end.message:
+            in_the_second = end.cause == IN_THE_SECOND
             end.cause = (
                 "a weight was used whose storage was shrunk to nothing: it was not gathered again, or freed "
                 "before its backward was over"
             )
+            if in_the_second:
+                end.cause += f". {IN_THE_SECOND.capitalize()}"
             end.help = (
-                "Gather a block's weights before every forward, and once more before every backward. Free "
-                "them when backward comes to the block before, or ends: a full backward hook comes too early "
-                "where the block's input needs no gradient."
+                "What you hang on a block stays there: do not remove a hook, nor count what it has done."
+                if in_the_second
+                else "Gather a block's weights before every forward, and once more before every backward. "
+                "Free them when backward comes to the block before, or ends: a full backward hook comes too "
+                "early where the block's input needs no gradient."
             )
         elif end.verdict == Verdict.CRASHED and "cannot register a hook" in end.message:
             end.cause = "what needs no gradient takes no hook: what is frozen, and outputs under no_grad"

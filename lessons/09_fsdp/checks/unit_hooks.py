@@ -4,12 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grader.checks import Fault, Trial, check, exercise, is_close, settle
 
 from .models import build
-from .runs import require_in_evaluation, run
+from .runs import IN_THE_SECOND, require_in_evaluation, run
 from .units import (
     GATHERS,
     IDLE,
@@ -113,7 +113,7 @@ def step_on_ranks(
     gradients: list[Tensor] = []
     blocks.train()
     if depth >= 2:
-        (blocks(batches[1][0]) * batches[1][1]).sum().backward()
+        pass_again(blocks, *batches[1])
         gradients = whole_gradients(units)
     return {
         "evaluated": evaluated,
@@ -122,6 +122,15 @@ def step_on_ranks(
         "recording": recording,
         "asked": asked,
     }
+
+
+def pass_again(blocks: nn.Sequential, x: Tensor, upstream: Tensor) -> None:
+    """A second forward and backward; where it alone crashes, that is told."""
+    try:
+        (blocks(x) * upstream).sum().backward()
+    except RuntimeError as error:
+        error.add_note(IN_THE_SECOND)
+        raise
 
 
 def observe(trial: Trial, depth: int, training: bool = False, frozen: int | None = None) -> SimpleNamespace:
