@@ -219,7 +219,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     gradients behind them, home to the rank that they belong to. No rank ever holds all keys, nor any
     tensor as long as the sequence, but for positions. Keys and values may be grouped: of a_kv heads, which
     divide a, each serves a/a_kv heads of q that follow one another. What travels then is a_kv heads, and no
-    copies of them. In forward it has the dtype of k and v. The output has the dtype of q, and in float64
+    copies of them. In forward it has the dtype of the inputs. The output has the dtype of q, and in float64
     float64's digits. Inputs and the gradient that comes in stay as they are. A model has many layers: each
     call keeps what its own backward needs, while its output is there. Any of q, k and v may be frozen: the
     others get their gradients.

@@ -45,17 +45,24 @@ PER_GROUP = 3
 """Heads of q that share one of k and v."""
 
 
+ONE_IN_FLOAT32, ONE_IN_INT32 = (2**24, 2**24 + 1), (9, 9 + 2**32)
+
+
 def drawn_documents(trial: Trial, b: int, length: int) -> Tensor:
     """By row: documents of one token and of many, which begin anywhere; their numbers are in no order.
+
+    Two of a row are one number where int64 is cast to float32, or to int32.
 
     There are four at most. With five tokens or more one of them has two: where every token is alone with
     itself no gradient reaches q and k, and rounding would be all that is left to compare.
     """
     rows = []
-    for _ in range(b):
+    for row in range(b):
         starts = {0, trial.integer(1, length - 1), *trial.rng.sample(range(1, length), 2)}
         lengths = torch.tensor([*sorted(starts), length]).diff()
-        numbers = torch.tensor(trial.rng.sample(range(9), len(lengths)))
+        alike = (ONE_IN_FLOAT32, ONE_IN_INT32)[row % 2]
+        numbers = [*alike, *trial.rng.sample(range(9), 2)][: len(lengths)]
+        numbers = torch.tensor(trial.rng.sample(numbers, len(numbers)))
         rows.append(numbers.repeat_interleave(lengths))
     return torch.stack(rows)
 
@@ -148,6 +155,9 @@ def wrong_masks(seen: SimpleNamespace) -> dict[str, Tensor]:
         "which document it is, and in no order": same_document(rises) & before,
         "a token does not see itself": same & before & (places.unsqueeze(1) > places),
     }
+    for dtype, (one, two) in ((torch.float32, ONE_IN_FLOAT32), (torch.int32, ONE_IN_INT32)):
+        told = f"the documents' numbers are cast to {dtype}, in which {one:,} and {two:,} are one number"
+        found[told] = same_document(documents.to(dtype)) & before
     if n > 1:
         first = documents[:, : seen.part].repeat(1, n)
         found |= {
