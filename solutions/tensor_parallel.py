@@ -139,9 +139,9 @@ def scatter_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's slice of the last dimension of a replicated x; backward joins the ranks' gradients.
 
     x (..., k) to (..., k/n), rank r the r-th slice. It is a copy: a view would keep the whole x alive, and so
-    would a graph that saves it. The forward sends nothing, the backward each part once to every other rank.
-    Neither x nor the gradient that comes in is changed. Any dtype and layout in memory, even one that differs
-    between ranks.
+    would an autograd function that saves x for backward. The forward sends nothing, the backward each part
+    once to every other rank. Neither x nor the gradient that comes in is changed. Any dtype and layout in
+    memory, even one that differs between ranks.
 
     Raises:
         ValueError: k is not divisible by n.

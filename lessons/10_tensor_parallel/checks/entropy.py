@@ -42,7 +42,8 @@ exercise(
 )
 
 
-DENSE = ("plain", "with ignored targets", "all targets on the last rank", "with targets that are certain")
+CERTAIN = "with two targets that are certain: loss 0"
+DENSE = ("plain", "with ignored targets", "all targets on the last rank", CERTAIN)
 """The cases that are no more than a loss."""
 
 
@@ -93,6 +94,7 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
     some = 2 * trial.normal(*plain.shape)  # what is kept by shape is found by the next case
     ignored = trial.tokens(v, len(some))
     ignored[: trial.integer(2, len(some) - 2)] = -1
+    ignored[-1] = 0  # a word like any other
     # exp(100) is too much for fp32 and exp(-100) too little; 500 would be rounded by more than the tolerance
     offset = 100.0 * torch.tensor([1.0, -1.0]).repeat(len(large))[: len(large)].unsqueeze(1)
     missing = trial.integer(2, share // 2)
@@ -114,7 +116,7 @@ def entropy_cases(trial: Trial) -> dict[str, tuple[Tensor, Tensor]]:
             padded,
             trial.tokens(v - missing, len(padded)),
         ),
-        "with targets that are certain": (certain, foreseen),
+        CERTAIN: (certain, foreseen),
     }
 
 
@@ -180,6 +182,7 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
     return {
         "divided by all targets, ignored ones too": each.sum() / len(targets),
         "ignored targets (-1) were counted as if they were token 0": zeroed.mean(),
+        "targets that are token 0 were ignored as if they were -1": each[targets > 0].mean(),
         "losses that are not 0 are counted: a target that is certain has a loss of 0, and counts": (
             each.sum() / (each > 1e-6).sum()
         ),
@@ -187,6 +190,8 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
         "in bits: the logarithm to the base 2, where the natural one belongs": each.sum()
         / (math.log(2) * counted.sum()),
         "the sum of exponentials of this rank's part alone": mine,
+        "one largest logit is taken off all tokens, where each has its own: in float32 exp() of all logits "
+        "of a token can be 0, and log(0) is -inf": with_one_largest(seen),
         "the target's logit is that of this rank's words alone: it was not reduced": [
             shifted.logsumexp(-1)[counted].mean() - own[counted].mean()
             for own in own_targets(shifted, targets, n)
@@ -207,6 +212,13 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
         )
         / counted.sum(),
     } | (own_largest(seen, n) | by_earlier_counts(each.sum(), targets, seen.before))
+
+
+def with_one_largest(seen: SimpleNamespace) -> Tensor:
+    """The loss if the largest logit of all tokens is taken off each, in float32."""
+    shifted, targets = seen.logits - seen.logits.max(), seen.targets
+    right = shifted.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return (shifted.exp().sum(-1).log() - right)[targets != -1].mean().double()
 
 
 def own_numbers(logits: Tensor, targets: Tensor, n: int) -> Tensor:
@@ -320,11 +332,13 @@ def require_no_nan_of_padding(trial: Trial, seen: SimpleNamespace) -> None:
     finite = seen.logits.clamp(min=-1e4)
     last = finite.clone()
     last[:, -1] = float("-inf")
-    shards = [[own_part(x, -1, r, n).contiguous() for x in (finite, last)] for r in range(n)]
+    cases = (finite, last, one_word_a_rank(finite, seen.targets, n))
+    shards = [[own_part(x, -1, r, n).contiguous() for x in cases] for r in range(n)]
     results = trial.run(losses_probe, per_rank=[(shard, seen.targets) for shard in shards])
     with_finite, with_last = (
         all(is_close(result[i], seen.loss.float()) for result in results) for i in range(2)
     )
+    with_one_word = not any(bool(result[2].isnan().any()) for result in results)
     told = "the loss (padded vocabulary) is nan, and right where -10000 stands in the place of -inf"
     trial.require(
         not with_finite or with_last,
@@ -334,12 +348,24 @@ def require_no_nan_of_padding(trial: Trial, seen: SimpleNamespace) -> None:
         help="Pick the target's logit by its index, or set the others to 0 with masked_fill or torch.where.",
     )
     trial.require(
-        not with_finite,
-        f"{told}; it is right, too, where a rank has words that exist beside those of -inf",
-        cause="all of a rank's words are -inf, its largest logit as well: -inf - -inf and 0 · -inf are NaN",
-        help="Subtract the largest logit of all ranks, which is finite, and set to 0 with masked_fill what "
-        "is picked on a rank that does not have the target.",
+        not with_finite or with_one_word,
+        f"{told}; it is nan, too, where each rank has words that exist, and the others are -inf",
+        cause="0 · -inf, which is NaN: what a rank picks for a target of another rank is multiplied by 0",
+        help="Set it to 0 with masked_fill or torch.where.",
     )
+    trial.require(
+        not with_finite,
+        f"{told}; it is no nan where each rank has a word that exists beside those of -inf",
+        cause="all of a rank's words are -inf, its largest logit as well: -inf - -inf is NaN",
+        help="Subtract the largest logit of all ranks, which is finite.",
+    )
+
+
+def one_word_a_rank(logits: Tensor, targets: Tensor, n: int) -> Tensor:
+    """Logits of which no more than a rank's largest and the target's are not -inf."""
+    largest = torch.cat([shard == shard.amax(-1, keepdim=True) for shard in parts(logits, -1, n)], -1)
+    kept = largest.scatter(1, targets.unsqueeze(1), True)
+    return logits.masked_fill(~kept, float("-inf"))
 
 
 def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
