@@ -272,8 +272,8 @@ def sequence_parallel_block(block: Block, group: ProcessGroup) -> Block:
     reduce-scatter. For backward a rank keeps no more than two tensors whole, (b, s, h): what the two column
     parallel layers read. After backward every gradient is complete, over two passes as well, and the same on
     every rank where the parameter is replicated. The ranks' dropouts drop different elements, also if the
-    ranks share a seed (that of the attention's probabilities is free). So do the two dropouts of a rank, and
-    two calls. Changes and returns the given block.
+    ranks share a seed. So do the dropouts of a rank, those of two blocks as well, and two calls. Attention's
+    probabilities are dropped as before, with any random numbers. Changes and returns the given block.
 
     Raises:
         ValueError: the number of heads is not divisible by the number of ranks; nothing was changed.

@@ -33,6 +33,7 @@ from .masks import drop_as_seen, marked, masks_differ, watch
 from .shared import (
     FEWER,
     SIZES,
+    Dropped,
     Norms,
     alive_before_backward,
     kept_bytes,
@@ -71,6 +72,8 @@ exercise(
 
 RATE = 0.4
 CUT_ASLEEP = "the ranks share a seed, and the block was in eval mode when it was cut"
+MORE_BLOCKS = 4
+"""So many more are cut: what is right by chance in the dropouts of one is not in all."""
 
 
 def block_probe(rank, plain: list, dropping: list) -> dict:
@@ -155,26 +158,39 @@ def block_case(trial: Trial, bias: bool) -> SimpleNamespace:
 
 
 def one_dropping(
-    rank, config: dict, weights: dict, awake: bool, seed: int, x: Tensor, upstream: Tensor
+    rank, config: dict, weights: dict, awake: bool, seed: int, num_more: int, x: Tensor, upstream: Tensor
 ) -> dict:
     rank.seed(seed)
-    dense = dense_block(rank, config, weights).train(awake)
-    block = rank.submission.sequence_parallel_block(dense, rank.group).train()
+    dense = [dense_block(rank, config, weights).train(awake) for _ in range(1 + num_more)]
+    for other in dense[1:]:
+        other.attn.core.dropout = RATE
+    block, *more = [rank.submission.sequence_parallel_block(each, rank.group).train() for each in dense]
     rank.seed(seed + 1)
     runs = []
     for _ in range(2):
-        seen, hooks = watch([block])
-        y = block(x)
+        seen, hooks = watch([block, *more])
+        with Dropped() as dropped:
+            y = block(x)
+        for other in more:
+            other(x)
         runs.append(seen)
         if len(runs) == 1:
             backward(y, upstream)
         for hook in hooks:
             hook.remove()
     return {
-        "first": runs[0], "second": runs[1], "gradients": gradients_of(block),
+        "first": runs[0], "second": runs[1], "dropped": dropped.sizes, "gradients": gradients_of(block),
+        "probabilities stay": [probabilities_stay(other, x) for other in more[:1]],
         "recordings": [forward_alone(rank, block.train(mode), x) for mode in (True, False)],
         "weights": describe(block)["weights"], "asleep": block.eval()(x).detach(),
     }  # fmt: skip
+
+
+def probabilities_stay(block: nn.Module, x: Tensor) -> bool:
+    """On a rank: whether nothing is dropped without the dropouts of the stream."""
+    for branch, name in ((block.attn, "resid_dropout"), (block.mlp, "dropout")):
+        getattr(branch, name, nn.Identity()).eval()
+    return torch.equal(block(x), block(x))
 
 
 def forward_alone(rank, block: nn.Module, x: Tensor) -> Recording:
@@ -203,12 +219,16 @@ def observe_block(trial: Trial) -> SimpleNamespace:
     dropping = [
         SimpleNamespace(name=name, block=block, weights=weights, x=x, upstream=upstream) for name in kinds
     ]
+
+    def num_more(name: str) -> int:
+        return MORE_BLOCKS if trial.in_full and name == "the ranks share a seed" else 0
+
     xs, upstreams = parts(x, 1, n), parts(upstream, 1, n)
     runs = [
         (
             [(c.config, c.weights, parts(c.x, 1, n)[r], parts(c.upstream, 1, n)[r]) for c in plain],
             [
-                (config, weights, name != CUT_ASLEEP, seeds[r], xs[r], upstreams[r])
+                (config, weights, name != CUT_ASLEEP, seeds[r], num_more(name), xs[r], upstreams[r])
                 for name, seeds in kinds.items()
             ],
         )
@@ -337,13 +357,18 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
         part = seen.x.numel() * 4 // trial.num_ranks
         for rank, recordings in enumerate(each_rank(seen, "recordings")):
             dropping, asleep = map(alive_before_backward, recordings)
+            drops_all_tokens = seen.x.numel() in seen.results[rank]["dropped"]
             trial.require(
                 dropping - asleep <= 3 * part,
                 f"with dropout {dropping - asleep:,} bytes more are alive after the forward than in eval "
                 f"mode: two masks of this rank's tokens have {2 * part:,}",
-                help="Draw a mask for this rank's tokens alone. A view of a larger one keeps all of it.",
+                help="First the reduce-scatter and the bias, then the dropout, of this rank's tokens."
+                if drops_all_tokens
+                else "Draw a mask for this rank's tokens alone. A view of a larger one keeps all of it.",
                 rank=rank,
-                cause="a dropout keeps more than a mask of this rank's tokens",
+                cause="a dropout acts on all tokens, (b, s, h): it stands where they are not cut"
+                if drops_all_tokens
+                else "a dropout keeps more than a mask of this rank's tokens",
             )
 
 
@@ -360,6 +385,21 @@ def block_dropouts_differ_between_ranks(trial: Trial) -> None:
     """No two dropouts drop the same elements, of one rank or of two, also if the ranks share a seed."""
     for seen in trial.once(observe_block).dropping:
         masks_differ(trial, seen.results, RATE, False, seen.name)
+
+
+@check("sequence_parallel_block", world_sizes=(2,), subgroup=False)
+def probabilities_are_dropped_as_before(trial: Trial) -> None:
+    """Attention's probabilities are dropped, too, where the dense block drops them."""
+    for seen in trial.once(observe_block).dropping:
+        for rank, stay in enumerate(each_rank(seen, "probabilities stay")):
+            trial.require(
+                not any(stay),
+                "without the dropouts of the stream two calls in training mode give the same: the attention "
+                "probabilities are not dropped any more",
+                help="Leave attention.core as it is. Each rank drops in its own heads, as it likes.",
+                rank=rank,
+                cause="the dropout of attention.core was switched off",
+            )
 
 
 @check("sequence_parallel_block", world_sizes=FEWER)

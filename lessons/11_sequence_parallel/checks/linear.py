@@ -256,20 +256,26 @@ def keeps_its_own_tokens_only(trial: Trial) -> None:
         own = seen.whole_bytes // trial.num_ranks
         for rank, recording in enumerate(each_rank(seen, "recording")):
             alive, output = alive_before_backward(recording), seen.outputs[rank].numel() * 4
+            kept, weight = alive - output, seen.weights[rank].numel() * 4
             cause, help = "", "Save the x that came in, (b, s/n, in), and gather it again in backward."
-            if seen.results[rank]["kept as view"] and alive - output == seen.whole_bytes:
+            if kept in (weight, own + weight) and weight != own and kept != seen.whole_bytes:
+                cause = f"a copy of the weight, {weight:,} bytes, is kept, as contiguous() of weight.T is one"
+                help = "Save the weight that came in: the layer holds it anyway."
+            elif seen.results[rank]["kept as view"] and kept == seen.whole_bytes:
                 cause = (
                     "what is kept are this rank's tokens, (b, s/n, in), as a view of the gathered x: a view "
                     "keeps all of the memory that it lies in"
                 )
                 help = "Save the x that came in, or a clone() of this rank's part of the gathered one."
-            elif "all_gather" in recording.kinds(after=BACKWARD):
+            elif "all_gather" in recording.kinds(after=BACKWARD) and kept >= seen.whole_bytes:
                 help = (
                     "Backward gathers x again, and something keeps it all the same: memory that stays from "
                     "call to call counts, too, be it a module's, a global's, a closure's or the ctx's."
                 )
+            elif "all_gather" in recording.kinds(after=BACKWARD):
+                help = "Backward gathers x again, and needs this rank's x and the weight: what else is kept?"
             trial.require(
-                alive - output < own + own // 2,  # a copy of x, in another order, is still this rank's tokens
+                kept < own + own // 2,  # a copy of x, in another order, is still this rank's tokens
                 f"{alive:,} bytes were made and are still there after the forward: the output has "
                 f"{output:,}, this rank's x {own:,}, and the gathered x {seen.whole_bytes:,} ({seen.name})",
                 help=help,

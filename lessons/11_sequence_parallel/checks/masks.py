@@ -4,6 +4,8 @@ Whatever a block is made of: its branches add numbers by which they are known (`
 """
 
 import math
+from collections import defaultdict
+from itertools import combinations, product
 from types import SimpleNamespace
 
 import torch
@@ -126,31 +128,60 @@ def masks_differ(trial: Trial, results: list[dict], rate: float, embedded: bool,
                     f"common seed{', which a dropout in eval mode must part with, too' * asleep}",
                     rank=rank,
                 )
-    for number, (what, kept) in enumerate(first):
-        for before, masks in first[:number]:
-            places_differ(trial, (before, masks), (what, kept), rate, seeds)
+    places_differ(trial, first, rate, seeds)
 
 
-def places_differ(
-    trial: Trial, one: tuple[str, list[Tensor]], two: tuple[str, list[Tensor]], rate: float, seeds: str
-) -> None:
-    """Between two dropouts: of one rank first, and then of two."""
-    (before, masks), (what, kept) = one, two
+Place = tuple[str, list[Tensor]]
+"""Where a dropout stands, and what it kept, by rank."""
+
+
+def places_differ(trial: Trial, places: list[Place], rate: float, seeds: str) -> None:
+    """Between any two dropouts: of one rank first, and then of two."""
     ranks = range(trial.num_ranks)
-    for rank, other in sorted(((r, o) for r in ranks for o in ranks), key=lambda pair: pair[0] != pair[1]):
-        same_rank = rank == other
+    met = {
+        (one, two, rank, other): alike(places[two][1][rank], places[one][1][other], rate)
+        for one, two in sorted(combinations(range(len(places)), 2), key=lambda pair: pair[::-1])
+        for rank, other in sorted(product(ranks, ranks), key=lambda pair: pair[0] != pair[1])
+    }
+    for (one, two, rank, other), same in met.items():
+        before, what = places[one][0], places[two][0]
+        cause, help = why_dropouts_meet(places, met, one, two, trial.num_ranks) if same else ("", "")
         trial.require(
-            not alike(kept[rank], masks[other], rate),
+            not same,
             f"this rank dropped the same elements after {before} and after {what} ({seeds})"
-            if same_rank
+            if rank == other
             else f"rank {other} dropped after {before} what rank {rank} dropped after {what} ({seeds})",
-            help="Draw a seed anew for each dropout, send rank 0's to all ranks, and add group.rank(). "
-            "(Seeds that are counted up meet: the second of rank 0 is the first of rank 1.)",
-            cause="two dropouts of a rank draw the same random numbers: their generators have one seed"
-            if all(torch.equal(a, b) for a, b in zip(kept, masks, strict=True))
-            else "",
+            help=help,
+            cause=cause,
             rank=rank,
         )
+
+
+def why_dropouts_meet(places: list[Place], met: dict, one: int, two: int, n: int) -> tuple[str, str]:
+    """The cause, "" where it is not known, and the next step."""
+    by_rank = [[same for (_, _, r, o), same in met.items() if r == o == rank] for rank in range(n)]
+    if n > 1 and all(by_rank[0]) and not any(map(any, by_rank[1:])):
+        return (
+            "only rank 0's dropouts have one seed: what is multiplied by group.rank() is 0 there",
+            "Add group.rank() to the seed that was drawn, and multiply by nothing that may be 0.",
+        )
+    stand_alike = defaultdict(set)
+    for (first, second, rank, other), same in met.items():
+        branches = [places[place][0].partition(", ")[2] for place in (first, second)]
+        stand_alike[(*branches, second - first, rank, other)].add(same)
+    if any(len(outcomes) == 2 for outcomes in stand_alike.values()):
+        return (
+            "some dropouts have one seed, and others that stand to each other as these do have not: "
+            "seeds of which there are few meet by chance",
+            "Draw the seed of each dropout from a large range, such as torch.randint(2**62, (1,)).",
+        )
+    step = (
+        "Draw a seed anew for each dropout, send rank 0's to all ranks, and add group.rank(). "
+        "(Seeds that are counted up meet: the second of rank 0 is the first of rank 1.)"
+    )
+    if all(torch.equal(a, b) for a, b in zip(places[one][1], places[two][1], strict=True)):
+        return "two dropouts of a rank draw the same random numbers: their generators have one seed", step
+    return "", step
 
 
 def alike(a: Tensor, b: Tensor, rate: float) -> bool:
@@ -173,8 +204,10 @@ class Masked(nn.Module):
 
 def drop_as_seen(model: nn.Module, blocks, seen: SimpleNamespace, rate: float, embedded: bool) -> bool:
     """Have a dense model drop what the ranks dropped in their first run; False where that is not known."""
-    found = [torch.cat(kept, 1) for _, kept in patterns(seen.results, "first", rate, embedded) if kept]
-    if len(found) != 2 * len(blocks) + embedded:
+    number = 2 * len(blocks) + embedded
+    all_kept = patterns(seen.results, "first", rate, embedded)[:number]
+    found = [torch.cat(kept, 1) for _, kept in all_kept if kept]
+    if len(found) != number:
         return False
     if embedded:
         model.transformer.drop = Masked(found.pop(0), rate)

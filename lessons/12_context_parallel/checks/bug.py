@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,19 @@ FACTOR = 2.7
 """What a loss is multiplied by before it goes back: no number of ranks, or one less."""
 
 
+def loss_of(rank, logits: Tensor, tokens: Tensor) -> Any:
+    """On a rank: what the submission returns; a target that is no word is told where it comes from."""
+    try:
+        return rank.submission.next_token_loss(logits, tokens, rank.group)
+    except IndexError as error:
+        if "Target" in str(error):
+            error.add_note(
+                "the tokens that were given are words or -1: give what is not predicted the number that "
+                "cross_entropy ignores, ignore_index"
+            )
+        raise
+
+
 def losses_probe(rank, cases: list) -> dict:
     results = []
     with rank.record() as recording:
@@ -40,7 +54,7 @@ def losses_probe(rank, cases: list) -> dict:
             logits = logits.requires_grad_()
             before = tokens.clone()
             recording.mark("")
-            loss = rank.submission.next_token_loss(logits, tokens, rank.group)
+            loss = loss_of(rank, logits, tokens)
             recording.mark(BACKWARD)
             if isinstance(loss, Tensor) and loss.requires_grad and loss.dim() == 0:
                 (FACTOR * loss).backward()

@@ -169,7 +169,8 @@ def what_does_not_divide_is_refused(trial: Trial) -> None:
             trial.require(
                 told == "ValueError",
                 f"a dimension of {length} over {n} ranks gave {told} where a ValueError belongs",
-                help="Raise a ValueError that names both numbers, before you cut.",
+                help="Raise a ValueError that names both numbers, before you cut. Is your condition true of "
+                f"{length} and 2n = {2 * n}?",
                 rank=r,
             )
 
