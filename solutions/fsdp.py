@@ -538,7 +538,7 @@ class FullySharded(nn.Module):
     optimizer. Shards, gathered weights and gradients have the dtype of their parameter, whichever that is. A
     block is gathered before its forward and before its backward, and freed after each: no more than two are
     whole at a time. What lies outside the blocks may stay gathered from forward to backward. A forward under
-    no_grad leaves nothing gathered. Each forward computes with the shards as they are by then. After
+    no_grad leaves nothing gathered (a star). Each forward computes with the shards as they are by then. After
     backward, from the loss or from the logits, the mean gradients are in the shards' `.grad`, added to what
     was there. Another forward may come between a loss and its backward. A step sends no more than two
     all-gathers of the weights and one reduce-scatter of the gradients would. Frozen weights are cut as well;

@@ -59,8 +59,9 @@ def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, T
     "tensor" cuts layers, "context" cuts tokens, "data" wraps what they made. Each dimension of the mesh
     gets its technique, with its own group, in the order in which gradients come out right; along one of a
     single rank nothing need be applied. The mesh may lack some of the three, and has them in any order. The
-    technique of one that it lacks is left out. A dimension of one rank may lack its technique. The mesh may
-    have some of the world's ranks only. The given techniques stay as they are. Returns the module to call.
+    technique of one that it lacks is left out. A dimension of one rank may lack its technique (a star).
+    The mesh may have some of the world's ranks only. The given techniques stay as they are. Returns the
+    module to call.
 
     Raises:
         ValueError: a dimension of the mesh with several ranks has no technique; nothing has been applied by
