@@ -86,6 +86,8 @@ def test_zero_nan_and_order() -> None:
     assert "rows are in reverse order" in cause([E4[0].flip(0)], [E4[0]])
     anywhere = E4[0].flatten()[torch.randperm(24)].view(4, 6)
     assert "right numbers in another order" in cause([anywhere], [E4[0]])
+    whole = torch.randint(2**59, 2**60, (7,))
+    assert cause([whole.double().long()], [whole]) == ""  # right but for the last digits
 
 
 def test_right_on_rank_0_alone() -> None:

@@ -90,9 +90,8 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     (
         _NOT_CONTIGUOUS,
         "a tensor that does not lie in one piece of memory was sent: only contiguous ones travel",
-        "Send x.contiguous(): reshape(-1) may give a view, which lies no better. Where x itself is to be "
-        "filled, what arrives in a copy, or is summed there, must be copied back; where a new tensor is "
-        "returned, nothing is copied back.",
+        "Send x.contiguous(): reshape(-1) may give a view, which lies no better. Only where x itself is to "
+        "hold what arrives, copy that back into x.",
     ),
     (
         r"view size is not compatible",

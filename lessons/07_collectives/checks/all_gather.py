@@ -11,6 +11,7 @@ from grader.checks import Fault, Trial, check, exercise
 
 from .carried import require_carried
 from .cases import (
+    IN_FLOAT64,
     Case,
     ask,
     draw,
@@ -98,6 +99,8 @@ def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
         "each shard stands one place too far": joined([s - 1 for s in range(n)]),
         "each shard stands one place too early": joined([s + 1 for s in range(n)]),
     }
+    if case.values[0].dtype == torch.int64:
+        known[IN_FLOAT64] = torch.cat(case.values).double().long()
     whole = all(a.shape[:1] == (n * len(value),) for a, value in zip(actual, case.values, strict=True))
     if whole and (sure := without_own(case, actual)):
         return sure

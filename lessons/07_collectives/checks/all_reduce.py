@@ -18,6 +18,7 @@ from .cases import (
     require_in_place,
     require_tensors,
     sizes,
+    through_float64,
 )
 from .traffic import require_messages_alone, require_neighbours, require_ring_bytes, require_waits
 
@@ -115,11 +116,12 @@ def require_sums(trial: Trial, seen: SimpleNamespace, help: str = "", of: torch.
         if of not in (None, case.values[0].dtype):
             continue
         require_tensors(trial, case, answers, "tensor")
+        tensors = [answer["tensor"] for answer in answers]
         trial.close(
             f"the tensor ({case}) after the call",
-            [answer["tensor"] for answer in answers],
+            tensors,
             case.total,
-            alternatives=slips(case),
+            alternatives=through_float64(case, tensors, [case.total] * trial.num_ranks) or slips(case),
             help=help or "A reduce-scatter, then an all-gather of its shards, written into the tensor.",
             terms={f"rank {r}'s part": value for r, value in enumerate(case.values)},
         )

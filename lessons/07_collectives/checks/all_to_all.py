@@ -11,7 +11,7 @@ from torch import Tensor
 from grader.checks import CheckEnded, Fault, Trial, check, exercise
 
 from .carried import require_carried
-from .cases import require_own_memory
+from .cases import IN_FLOAT64, require_own_memory
 from .exchanges import (
     ROUND_K,
     Exchange,
@@ -52,7 +52,9 @@ def slips(case: Exchange) -> dict[str, list[Tensor]]:
     def each(entry: Callable[[int, int], Tensor]) -> list[Tensor]:
         return [joined([entry(r, s) for s in range(n)]) for r in range(n)]
 
-    return {
+    whole = rows[0][0].dtype == torch.int64
+    rounded = {IN_FLOAT64: each(lambda r, s: rows[s][r].double().long())} if whole else {}
+    return rounded | {
         "this rank's own tensors: nothing was exchanged": each(lambda r, s: rows[r][s]),
         "the right tensors in the order in which they came, own first: rank 0's belongs first": each(
             lambda r, s: rows[(r - s) % n][r]

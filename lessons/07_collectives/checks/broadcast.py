@@ -9,6 +9,7 @@ from grader.checks import CheckEnded, Fault, Trial, check, exercise, is_close
 
 from .carried import require_carried
 from .cases import (
+    IN_FLOAT64,
     SPACED,
     TRANSPOSED,
     Case,
@@ -128,6 +129,7 @@ def require_the_sources(
             "it went through float32, in which whole numbers above 2^24 and float64 lose their last digits": (
                 expected.float().to(expected.dtype)
             ),
+            IN_FLOAT64: expected.double().to(expected.dtype),
         }
         try:
             trial.close(

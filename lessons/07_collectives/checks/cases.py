@@ -17,7 +17,9 @@ from lessons_shared.results import results_stay
 
 PLAIN, TRANSPOSED, SPACED = "", "transposed", "every other element"
 MIXED = "transposed, but on rank 0"
+CHANNELS_LAST = "channels_last, on rank 0 alone"
 FILL = 77  # what stands between the elements of a spaced tensor
+IN_FLOAT64 = "it went through float64, in which whole numbers above 2^53 lose their last digits"
 LATE = 0.15  # seconds: the others have passed three delays by then
 
 
@@ -27,7 +29,7 @@ class Case:
 
     values: list[Tensor]
     layout: str = PLAIN
-    """How it lies in memory; with MIXED, contiguous on rank 0 and transposed on the others."""
+    """How it lies in memory; with MIXED and CHANNELS_LAST, otherwise on rank 0 than on the others."""
     source: int | None = None
     """For a broadcast: the rank that has the tensor."""
 
@@ -105,6 +107,7 @@ def layouts(trial: Trial) -> list[Case]:
         draw(trial, n + 2, 5, layout=TRANSPOSED),
         draw(trial, 4, 2 * n + 1, layout=SPACED),
         draw(trial, n + 1, 6, layout=MIXED),
+        draw(trial, 2, 3, n, 2, layout=CHANNELS_LAST),
     ]
 
 
@@ -112,6 +115,8 @@ def lay_out(values: Tensor, layout: str, rank: int) -> tuple[Tensor, Tensor | No
     """The same values in another layout, and what lies between them."""
     if layout == TRANSPOSED or (layout == MIXED and rank > 0):
         return values.transpose(0, -1).contiguous().transpose(0, -1), None
+    if layout == CHANNELS_LAST and rank == 0:
+        return values.contiguous(memory_format=torch.channels_last), None
     if layout == SPACED:
         wide = torch.full((*values.shape, 2), FILL, dtype=values.dtype, device=values.device)
         wide[..., 0] = values
@@ -213,6 +218,20 @@ def ask(trial: Trial, name: str, cases: Sequence[Case], delays: bool = False) ->
         recordings=[result["recording"] for result in results],
         device=results[0]["device"],
     )
+
+
+def through_float64(case: Case, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, Fault]:
+    """What explains sums of int64 that a float64 holds, and that are as far off as it rounds."""
+    if case.total.dtype != torch.int64:
+        return {}
+    most = len(case.values) * max(value.abs().max().item() for value in case.values) // 2**51
+    wrong = [(a, e) for a, e in zip(actual, expected, strict=True) if not torch.equal(a, e)]
+    if not wrong or not all(
+        a.shape == e.shape and torch.equal(a.double().long(), a) and (a - e).abs().max() <= most
+        for a, e in wrong
+    ):
+        return {}
+    return {IN_FLOAT64: Fault(actual, "Send and add up whole numbers as they are, in their own dtype.")}
 
 
 def require_tensors(trial: Trial, case: Case, answers: list[dict[str, Any]], key: str = "returned") -> None:

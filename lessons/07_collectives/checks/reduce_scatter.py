@@ -21,6 +21,7 @@ from .cases import (
     require_tensors,
     require_untouched,
     sizes,
+    through_float64,
 )
 from .ring_rules import other_rules, partial_sums
 from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
@@ -112,7 +113,8 @@ def require_shards(
             f"the shard of {case}",
             actual,
             expected,
-            alternatives=partial(slips, case, lengths, actual, direction(seen.recordings, i)),
+            alternatives=through_float64(case, actual, expected)
+            or partial(slips, case, lengths, actual, direction(seen.recordings, i)),
             help=help or RANKS_OWN,
             terms={
                 f"rank {r}'s part": pieces(case, [value] * trial.num_ranks, lengths)

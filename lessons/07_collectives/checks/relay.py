@@ -58,7 +58,7 @@ def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) 
     tensors = [x for x in outputs if isinstance(x, Tensor)] if isinstance(outputs, list) else []
     return {
         "outputs": outputs,
-        "num_tensors": len({x.data_ptr() for x in tensors}),
+        "memory": [x.data_ptr() for x in tensors],
         "inputs": given,
         "calls": len(calls),
         "dtype of another call": str(single[0].dtype) if isinstance(single, list) and single else "",
@@ -131,13 +131,11 @@ def require_outputs(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     help = help if last else ALONE
     places = [_place(x, expected) for x in outputs]
     moved = [i for i, place in enumerate(places) if place not in (i, None)]
-    once = len(outputs) > 1 and seen.results[last]["num_tensors"] == 1
+    memory = seen.results[last]["memory"]
     for i, (output, e) in enumerate(zip(outputs, expected, strict=True)):
         told = f"the output of micro-batch {i} on the last rank"
         alternatives = (
-            {_moved(i, places[i], once, _order(places)): outputs[i]}
-            if i in moved[:1]
-            else partial(other_layers, seen, i)
+            {_moved(i, places, memory): outputs[i]} if i in moved[:1] else partial(other_layers, seen, i)
         )
         trial.close(told, output, e, alternatives=alternatives, help=help, rtol=1e-3)
 
@@ -169,18 +167,26 @@ def other_layers(seen: SimpleNamespace, number: int) -> dict[str, Tensor]:
     return found
 
 
-def _moved(i: int, place: int, once: bool, in_order: str | None) -> str:
-    """Why the output of micro-batch `place` stands at `i`."""
+def _moved(i: int, places: list[int | None], memory: list[int]) -> str:
+    """Why the output of another micro-batch stands at `i`: by what stands where, and in which memory."""
+    place, in_order = places[i], _order(places)
+    same = [j for j, address in enumerate(memory) if address == memory[i]]
     if in_order is not None:
         told = "from the last to the first" if in_order == "reversed" else "in another order"
         return f"that is the output of micro-batch {place}: all of them are there, {told}"
-    if once:
+    if len(same) == len(memory) > 1:
         why = "the list holds one tensor many times, and that holds what was written last"
+    elif len(same) > 1 and place == same[-1]:
+        why = f"outputs {_listed(same)} of the list are one memory, and that holds what was written last"
     elif place > i:
         why = "the buffer was written again before its message had left"
     else:
         why = "an older one"
     return f"that is the output of micro-batch {place}: {why}"
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
 
 
 def _order(places: list[int | None]) -> str | None:

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from grader.checks import COLLECTIVES, Event, Fault, Recording, Trial, check, exercise, is_close
 
-from .cases import Case, draw, dtypes, lay_out, layouts, require_between, require_in_place, sizes
+from .cases import (
+    Case,
+    draw,
+    dtypes,
+    lay_out,
+    layouts,
+    require_between,
+    require_in_place,
+    sizes,
+    through_float64,
+)
 from .traffic import (
     NO_FILLING,
     OWN_DTYPE,
@@ -211,22 +221,6 @@ def slips(case: Case, each: SimpleNamespace, seen: list[SimpleNamespace]) -> dic
     }
 
 
-def through_float64(case: Case, tensors: list[Tensor]) -> dict[str, Fault]:
-    """What explains sums of int64 that a float64 holds, and that are as far off as it rounds."""
-    total = case.total
-    if total.dtype != torch.int64 or any(tensor.shape != total.shape for tensor in tensors):
-        return {}
-    wrong = [tensor for tensor in tensors if not torch.equal(tensor, total)]
-    most = len(case.values) * max(value.abs().max().item() for value in case.values) // 2**51
-    if not wrong or not all(
-        torch.equal(tensor.double().long(), tensor) and (tensor - total).abs().max() <= most
-        for tensor in wrong
-    ):
-        return {}
-    lost = "it went through float64, in which whole numbers above 2^53 lose their last digits"
-    return {lost: Fault(tensors, "Send and add up whole numbers as they are, in their own dtype.")}
-
-
 def require_sums(trial: Trial, seen: list[SimpleNamespace], help: str, of: torch.dtype | None = None) -> None:
     """Every rank's tensor holds the sum, in place."""
     for each in seen:
@@ -246,7 +240,8 @@ def require_sums(trial: Trial, seen: list[SimpleNamespace], help: str, of: torch
                 f"the tensor ({case}; {told(each.machines)}) after the call",
                 tensors,
                 case.total,
-                alternatives=through_float64(case, tensors) or partial(slips, case, each, seen),
+                alternatives=through_float64(case, tensors, [case.total] * len(tensors))
+                or partial(slips, case, each, seen),
                 help=help,
                 terms={f"rank {r}'s part": value for r, value in enumerate(case.values)},
             )

@@ -46,9 +46,9 @@ def cut(rank: Any, batches: list[Tensor]) -> dict:
             with told_of_numbers(batch, shares):
                 shares.append(rank.submission.shard_batch(batch, rank.group))
     same = all(torch.equal(a, b) for a, b in zip(before, batches, strict=True))
-    again = rank.submission.shard_batch(before[0].clone(), rank.group)
-    changes = (
-        isinstance(again, Tensor) and isinstance(shares[0], Tensor) and not torch.equal(again, shares[0])
+    again = [rank.submission.shard_batch(before[0].clone(), rank.group) for _ in range(2)]
+    changes = isinstance(shares[0], Tensor) and any(
+        isinstance(share, Tensor) and not torch.equal(share, shares[0]) for share in again
     )
     copies = [s.clone() if isinstance(s, Tensor) else None for s in shares]
     kinds = sorted({type(s).__name__ for s in shares})
@@ -108,6 +108,9 @@ def run_cut(trial: Trial, batches: list[Tensor]) -> list[dict]:
 
 
 CHANGES = "which rows a rank gets changes from call to call"
+OF_THE_TENSOR = (
+    "which rows a rank gets depends on the tensor: handed over again, the first one gives the same rows"
+)
 DEPENDS_ON = "Which rows a rank takes may depend on its rank, on n and on b, and on nothing else."
 """The next step for who makes them depend on more."""
 
@@ -206,12 +209,14 @@ def batches_that_do_not_divide_lose_no_row(trial: Trial) -> None:
         require_partition(trial, seen, i)
 
 
-def require_same_rows(trial: Trial, rank: int, b: int, rows: list[int], theirs: list[int]) -> None:
+def require_same_rows(
+    trial: Trial, rank: int, b: int, rows: list[int], theirs: list[int], changes: bool
+) -> None:
     """A call for the inputs and the next one, for the targets, gave this rank the same rows."""
     trial.require(
         rows == theirs,
         f"of a batch of {b} rows it got {rows}, and in the next call, of the targets, {theirs}",
-        cause=CHANGES,
+        cause=CHANGES if changes else OF_THE_TENSOR,
         help=f"Inputs and targets are cut in two calls, and must get the same rows. {DEPENDS_ON}",
         rank=rank,
     )
@@ -225,7 +230,8 @@ def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         rows, share = (result["shares"][0][:, 0] // 10).long().tolist(), result["shares"][-1]
         if share is not None and share.shape[1:] == seen.targets.shape[1:]:
-            require_same_rows(trial, r, len(seen.targets), rows, (share[:, 0, 0] // 10).long().tolist())
+            theirs = (share[:, 0, 0] // 10).long().tolist()
+            require_same_rows(trial, r, len(seen.targets), rows, theirs, result["changes"])
     first = [(result["shares"][0][:, 0] // 10) for result in seen.results]
     expected = [seen.targets[rows.long() % len(seen.targets)] for rows in first]
     trial.close(
@@ -240,7 +246,7 @@ def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
     for i, b in enumerate(uneven.sizes):
         for r, result in enumerate(uneven.results):
             rows, theirs = ((x[:, 0] // 10).tolist() for x in (result["shares"][i], -result["targets"][i]))
-            require_same_rows(trial, r, b, rows, theirs)
+            require_same_rows(trial, r, b, rows, theirs, result["changes"])
     results = trial.once(observe_numbers)
     trial.close(
         "the share of a (b,) tensor of the same batch",
