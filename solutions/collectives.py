@@ -176,8 +176,8 @@ def collective_time(
 ) -> float:
     """Seconds that a collective takes, from its steps and from the bytes that a rank receives in each.
 
-    A step of m bytes takes `latency` + m / `bandwidth` + m · `seconds_per_byte`. The answer is exact to a
-    millionth.
+    A step of m bytes takes `latency` + m / `bandwidth` + m · `seconds_per_byte`. The answer is off by a
+    millionth of itself at most.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 3, where these are alpha, 1/beta and gamma.
 

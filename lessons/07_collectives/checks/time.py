@@ -22,7 +22,7 @@ exercise(
 )
 
 NEAR = 1e-6
-"""How far off an answer may be."""
+"""How far off an answer may be, as a part of itself."""
 
 Slips = Callable[..., dict[str, float]]
 Call = tuple[str, int, int, float, float]
@@ -64,6 +64,12 @@ def slips(kind: str, size: float, n: int, latency: float, bandwidth: float) -> d
         "whole-number division: S // n drops what is left over": seconds(
             kind, size // n * n, n, latency, bandwidth
         ),
+        **{
+            f"it is rounded to {digits} decimals of a second, which leaves short times few digits": round(
+                right, digits
+            )
+            for digits in (3, 6, 9)
+        },
     }
     if kind == "broadcast":
         return known | {
@@ -278,4 +284,8 @@ def nccls_bus_bandwidth_comes_out(trial: Trial) -> None:
 @check("collective_time")
 def another_kind_is_refused(trial: Trial) -> None:
     """A word that is none of the five kinds is a ValueError."""
-    require_refusal(trial, trial.once(observe_wrong_kinds), KINDS)
+    answers = trial.once(observe_wrong_kinds)
+    among_many = [given for call, given in zip(answers.calls, answers.given, strict=True) if call[2] > 1]
+    is_refused = all(str(given).startswith("ValueError") for given in among_many)
+    help = "Look at the kind before the number of ranks: one rank alone knows no more kinds."
+    require_refusal(trial, answers, KINDS, help=help if is_refused else "")
