@@ -1,5 +1,6 @@
 """Checks of `broadcast_parameters`: equal weights everywhere."""
 
+from copy import deepcopy
 from pathlib import Path
 from traceback import extract_tb
 from types import SimpleNamespace
@@ -171,10 +172,22 @@ def non_persistent_buffers_are_those_of_rank_0(trial: Trial) -> None:
     require_rank_0s(trial, "buffers", ["mask"])
 
 
+IN_ANOTHER_ORDER = {
+    "left.weight": "transposed",
+    "right.weight": "transposed",
+    "table": "transposed",
+    "image": "channels_last",
+}
+"""How these lie, once turned."""
+
+
 @check("broadcast_parameters", world_sizes=(2, 4), subgroup=False)
 def weights_may_lie_in_another_order(trial: Trial) -> None:
-    """A weight or buffer that lies in memory transposed on some ranks alone is rank 0's everywhere."""
+    """A weight or buffer that lies in memory in another order on some ranks alone is rank 0's everywhere."""
     seen = trial.once(observe_turned)
+    other = deepcopy(seen.starts[0])
+    turn(other)
+    strides = {name: tensor.stride() for name, tensor in (*other.named_parameters(), *other.named_buffers())}
     for r, result in enumerate(seen.results):
         trial.require(
             not result["moved"],
@@ -182,12 +195,13 @@ def weights_may_lie_in_another_order(trial: Trial) -> None:
             help="Write into the memory that is there: tensor.detach().copy_(...), not tensor.data = ...",
             rank=r,
         )
-    for name in ("left.weight", "right.weight", "table"):
-        kind = "buffers" if name == "table" else "weights"
-        starts = [{**dict(m.named_parameters()), "table": m.table}[name].detach() for m in seen.starts]
+    for name, order in IN_ANOTHER_ORDER.items():
+        kind = "weights" if name.endswith("weight") else "buffers"
+        own = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in seen.starts]
+        starts = [tensors[name].detach() for tensors in own]
         start = starts[0]
         trial.close(
-            f"{name}, transposed in memory on every rank but the first, after the broadcast",
+            f"{name}, {order} in memory on every rank but the first, after the broadcast",
             by_rank(seen.results, kind, name),
             start,
             alternatives={
@@ -197,7 +211,8 @@ def weights_may_lie_in_another_order(trial: Trial) -> None:
                     "Receive into a contiguous tensor of your own, and copy_ that into the tensor itself.",
                 ),
                 "rank 0's memory, read in another order: a collective sends memory as it lies": [
-                    start if r == 0 else start.reshape(start.t().shape).t() for r in range(trial.num_ranks)
+                    start if r == 0 else start.as_strided(start.shape, strides[name])
+                    for r in range(trial.num_ranks)
                 ],
             },
             rtol=0.0,

@@ -57,7 +57,7 @@ class Halves(nn.Module):
         return self.second(self.first(x).float())
 
 
-OTHER_DTYPES = (torch.float64, torch.bfloat16)
+OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
 
 def fill_other_dtypes(rank: Any, x: Tensor) -> list[Recording]:
@@ -207,7 +207,7 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def bytes_are_those_of_the_dtype(trial: Trial) -> None:
-    """Gradients in float64 fill a bucket with half as many elements; those in bfloat16 stay bfloat16."""
+    """Gradients in float64 fill a bucket with half as many elements; those in 16 bits stay in 16 bits."""
     x = [(trial.normal(4, 16, dtype=torch.float64),) for _ in range(trial.num_ranks)]
     for r, recordings in enumerate(trial.run(fill_other_dtypes, per_rank=x)):
         for dtype, recording in zip(OTHER_DTYPES, recordings, strict=True):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import CheckEnded, Trial, Verdict, check, exercise, is_close
+from grader.checks import CheckEnded, Recording, Trial, Verdict, check, exercise, is_close
 
 from .means import (
     BOTH,
@@ -271,6 +271,29 @@ def every_gradient_is_sent_once(trial: Trial) -> None:
     size = sum(weight.numel() * 4 for name, weight in seen.starts[0].items() if name != "frozen.weight")
     for r, result in enumerate(seen.results):
         require_bytes(trial, r, result["recording"], size)
+
+
+def average_in_16_bits(rank: Any) -> Recording:
+    """What travels where all gradients are in bfloat16."""
+    model = nn.Linear(32, 16).to(rank.device, torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with rank.record() as recording:
+        rank.submission.all_reduce_gradients(model, rank.group)
+    return recording
+
+
+@check("all_reduce_gradients", world_sizes=(2,), subgroup=False)
+def gradients_travel_in_their_dtype(trial: Trial) -> None:
+    """Gradients in bfloat16 travel as bfloat16: as float32 they would be twice the bytes."""
+    for r, recording in enumerate(trial.run(average_in_16_bits)):
+        large = {event.dtype for event in recording.select() if event.num_elements >= 16}
+        trial.require(
+            large <= {"bfloat16"},
+            f"the gradients are bfloat16, and what travels is {', '.join(sorted(large))}",
+            help="Send them in their own dtype: the mean has no more digits than that in the end.",
+            rank=r,
+        )
 
 
 @check("all_reduce_gradients")

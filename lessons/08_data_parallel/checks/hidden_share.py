@@ -49,6 +49,8 @@ def ask_speeds(trial: Trial) -> Answers:
     for width in (1, 2, 4, 8) * 2:
         parameters, flops, speed = draw(trial)
         calls += [(parameters, float(flops), float(speed)), (parameters, flops, speed, width)]
+    speed = 10**12
+    calls.append((one[0], trial.integer(3, 9) * speed + 1, speed, 2))  # just above a whole number
     return Answers(trial, "smallest_hidden_share", calls, truth)
 
 
@@ -105,6 +107,9 @@ def slips(parameters: int, flops: float, speed: float, element_bytes: int = 2) -
     }
     rounded = {told: math.ceil(number) for told, number in known.items()}
     return rounded | {
+        "a little is taken off before it is rounded up: one token too few, just above a whole number": (
+            math.ceil(t - Fraction(1, 10**6))
+        ),
         "rounded down: with so few tokens backward ends before the all-reduce": math.floor(t),
         "rounded to the nearest whole number: where that is below, backward ends first": round(t),
         "always one more: where the times are equal, the all-reduce is hidden": math.floor(t) + 1,

@@ -49,6 +49,7 @@ class Mixed(nn.Module):
         self.register_buffer("count", torch.randint(1000, ()))
         self.register_buffer("mask", torch.randn(5), persistent=False)
         self.register_buffer("table", torch.randn(4, 3))
+        self.register_buffer("image", torch.randn(2, 3, 2, 2))
         self.inside = nn.Sequential(Drawing())
 
     def forward(self, tokens: Tensor, order: tuple[str, ...]) -> Tensor:
@@ -59,14 +60,18 @@ class Mixed(nn.Module):
 
 
 class Skipping(nn.Module):
-    """A layer that a pass may leave out, and then no parameter is used at all."""
+    """A layer that a pass may leave out, and then no parameter is used at all.
+
+    With `named`, what it returns stands in a dictionary.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(7, 3)
 
-    def forward(self, x: Tensor, used: bool) -> Tensor:
-        return self.layer(x) if used else x
+    def forward(self, x: Tensor, used: bool, named: bool = False) -> Tensor | dict[str, Tensor]:
+        y = self.layer(x) if used else x
+        return {"y": y} if named else y
 
 
 class Regression(nn.Module):
@@ -92,10 +97,14 @@ def tiny_gpt() -> GPT:
 
 
 def turn(model: Mixed) -> None:
-    """Have two weights and a buffer lie in memory transposed; their values and shapes stay."""
+    """Have two weights and a buffer lie in memory transposed, another buffer in channels_last.
+
+    Their values and shapes stay.
+    """
     for layer in (model.left, model.right):
         layer.weight.data = layer.weight.data.t().contiguous().t()
     model.table = model.table.t().contiguous().t()
+    model.image = model.image.contiguous(memory_format=torch.channels_last)
 
 
 def build(make: Any, seed: int) -> Any:

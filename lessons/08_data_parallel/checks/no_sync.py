@@ -1,11 +1,12 @@
 """Checks of `DataParallel` where passes add up: inside `no_sync()`, after it, and without zero_grad."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check, is_close
+from grader.checks import CheckEnded, Fault, Trial, check, is_close
 
 from .means import BOTH, expected_gradients
 from .models import by_rank
@@ -20,6 +21,7 @@ from .passes import (
 )
 
 NOT_REDUCED = "each rank's own sum: it was not reduced"
+DROPPED = "the passes before alone: what the last one added was dropped"
 COUNTS_N_TIMES = "what was there before counts n times: it was averaged, and summed over the ranks once more"
 DIVIDED_BY_HOOKS = (
     "the sum over the ranks, not the mean: the last pass did not use this layer, and those that it used are "
@@ -38,7 +40,7 @@ def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
         "the last pass alone was averaged: what was there before it is each rank's own": [
             gradient[name] + last for gradient in before[1]
         ],
-        "the passes before alone: what the last one added was dropped": before[0][name],
+        DROPPED: before[0][name],
         COUNTS_N_TIMES: len(own) * before[0][name] + last,
     }
     if len(seen.drawn) > 2:
@@ -47,7 +49,20 @@ def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
     return known
 
 
-def quiet_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
+def right_in_two_passes(trial: Trial) -> bool:
+    """Whether two passes add up where none is inside no_sync()."""
+    try:
+        seen = trial.once(observe_two_passes)
+    except CheckEnded:
+        return False
+    return all(
+        found is not None and is_close(found, seen.expected[name])
+        for name in trained(seen)
+        for found in by_rank(seen.results, "gradients", name)
+    )
+
+
+def quiet_sums(trial: Trial, seen: SimpleNamespace, name: str) -> dict[str, Any]:
     """`other_sums`, and a bucket that leaves as if what came inside no_sync() had come now."""
     before, last = (expected_gradients(seen.seed, each) for each in (seen.drawn[:-1], seen.drawn[-1:]))
     early = [before[0][name] + own[name] for own in last[1]]
@@ -61,6 +76,12 @@ def quiet_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
         known[DIVIDED_BY_HOOKS] = Fault(
             known.pop(COUNTS_N_TIMES),
             "Divide what is sent: a bucket also holds gradients for which no hook fires in this pass.",
+        )
+    if right_in_two_passes(trial):
+        known[f"{DROPPED}. Without no_sync(), two passes add up"] = Fault(
+            known.pop(DROPPED),
+            "Do the hooks count inside no_sync()? Then a bucket is full, and leaves, before this backward "
+            "has come to it. Inside, return before anything is counted.",
         )
     return known | {
         "what no_sync() added up is averaged, and what the pass outside added is each rank's own: its bucket "
@@ -158,7 +179,12 @@ def what_accumulated_is_reduced(trial: Trial) -> None:
             )
     help = "Send parameter.grad as it is then, with all that no_sync() added up."
     require_gradients(
-        trial, seen, "after two passes in no_sync() and one outside", quiet_sums, help, terms=by_pass
+        trial,
+        seen,
+        "after two passes in no_sync() and one outside",
+        partial(quiet_sums, trial),
+        help,
+        terms=by_pass,
     )
 
 

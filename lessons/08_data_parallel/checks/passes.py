@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import CheckEnded, Fault, Trial, check, is_close
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, is_close
 
 from .means import (
     BOTH,
@@ -276,21 +276,25 @@ def stale(seen: SimpleNamespace, name: str) -> dict[str, Tensor]:
     }
 
 
-def skip_all(rank: Any, seed: int, evaluating: bool, used: bool, x: Tensor) -> dict:
-    """One pass of a module of which this rank may use no parameter; with `evaluating`, after eval()."""
+PLAINLY, EVALUATING, NAMED, WITHOUT_GRAPH = range(4)
+"""How a pass goes: plainly; after eval(); where the module returns a dictionary; where what rank 0's returns
+has no graph, and the loss adds something that has one."""
+
+
+def skip_all(rank: Any, seed: int, way: int, used: bool, x: Tensor) -> dict:
+    """One pass of a module of which this rank may use no parameter."""
     model = build(Skipping, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group)
-    wrapped.train(not evaluating)
-    wrapped(x.requires_grad_(), used).square().sum().backward()
+    wrapped.train(way != EVALUATING)
+    beside = torch.zeros((), device=rank.device, requires_grad=True)
+    output = wrapped(x.requires_grad_(way != WITHOUT_GRAPH), used, way == NAMED)
+    y = output["y"] if way == NAMED else output
+    (y.square().sum() + beside).backward()
     wrapped.finish_gradient_synchronization()
     return {"gradients": gradients(model)}
 
 
-def observe_evaluating(trial: Trial) -> SimpleNamespace:
-    return observe_skipping(trial, evaluating=True)
-
-
-def observe_skipping(trial: Trial, evaluating: bool = False) -> SimpleNamespace:
+def observe_skipping(trial: Trial, way: int = PLAINLY) -> SimpleNamespace:
     """Rank 0 uses no parameter."""
     seed, n = trial.seed(), trial.num_ranks
     x = [trial.normal(4, 7) for _ in range(n)]
@@ -298,7 +302,7 @@ def observe_skipping(trial: Trial, evaluating: bool = False) -> SimpleNamespace:
         "rank 0's backward reached no parameter, and no hook was called there: a pass is pending since its "
         "forward, on all ranks alike, and finish_gradient_synchronization() sends what no hook has sent"
     ):
-        results = trial.run(skip_all, seed, evaluating, per_rank=[(r > 0, x[r]) for r in range(n)])
+        results = trial.run(skip_all, seed, way, per_rank=[(r > 0, x[r]) for r in range(n)])
     own = []
     for r in range(n):
         model = build(Skipping, seed).double()
@@ -322,15 +326,40 @@ def a_rank_may_use_no_parameter(trial: Trial) -> None:
 def evaluation_with_gradients_counts(trial: Trial) -> None:
     """After eval(), with gradients switched on, the same pass is reduced as it is in training."""
     require_mean(trial, trial.once(observe_skipping))
+    require_reduced(
+        trial,
+        EVALUATING,
+        "the same pass is reduced in training: after eval() it is not",
+        "eval() switches dropout off, and no gradient. torch.is_grad_enabled() tells whether a backward "
+        "may follow, and self.training does not.",
+    )
+
+
+def require_reduced(trial: Trial, way: int, cause: str, help: str) -> None:
+    """A pass that goes in another way is reduced as it is where it goes plainly, which has been looked at."""
     try:
-        require_mean(trial, trial.once(observe_evaluating))
+        require_mean(trial, observe_skipping(trial, way))
     except CheckEnded as end:
-        end.cause = "the same pass is reduced in training: after eval() it is not"
-        end.help = (
-            "eval() switches dropout off, and no gradient. torch.is_grad_enabled() tells whether a backward "
-            "may follow, and self.training does not."
-        )
+        if end.verdict != Verdict.CRASHED:
+            end.cause, end.help = cause, help
         raise
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def a_pass_is_pending_since_its_forward(trial: Trial) -> None:
+    """A pass is pending whatever the module returns: a dictionary, or on some ranks what has no graph."""
+    require_mean(trial, trial.once(observe_skipping))
+    help = (
+        "Ask torch.is_grad_enabled(), and whether no_sync() is on: no rank knows what its backward reaches."
+    )
+    for way, cause in NOT_REDUCED.items():
+        require_reduced(trial, way, f"the same pass is reduced elsewhere: {cause}, it is not", help)
+
+
+NOT_REDUCED = {
+    NAMED: "where the module returns a dictionary",
+    WITHOUT_GRAPH: "where what the module returns has no graph on rank 0",
+}
 
 
 @check("DataParallel")

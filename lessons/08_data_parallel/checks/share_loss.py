@@ -1,5 +1,6 @@
 """Checks of `share_loss`: ranks with other numbers of targets, and the gradient of the whole batch."""
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -150,8 +151,8 @@ def observe_nothing_on_the_first(trial: Trial) -> SimpleNamespace:
 
 
 def observe_double(trial: Trial) -> SimpleNamespace:
-    """Some targets, and as many on each rank as float32 can not hold."""
-    many = [2**24 + 1] * trial.num_ranks
+    """Some targets, and as many on each rank as float32 can not hold, nor int32 those of two."""
+    many = [2**30 + 64] * trial.num_ranks
     return observe(
         trial,
         [
@@ -203,6 +204,10 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         rounded = torch.tensor(counts, dtype=dtype)
         told = f"the number of targets went through {str(dtype)[6:]}, which holds whole numbers up to {last}"
         known[told] = [n / torch.stack([*rounded]).sum().item()] * n
+    wrapped = torch.tensor(counts).sum().to(torch.int32).item()
+    known["the number of targets went through int32, which holds no whole number above 2^31"] = [
+        n / wrapped if wrapped else math.inf
+    ] * n
     factor = (torch.tensor(n) / torch.tensor(total)).item()
     known[
         "n over the sum of all is a number of float32: what two whole numbers give where they are divided"
