@@ -59,7 +59,7 @@ def average(
 ) -> dict:
     """Backward on this rank's data, then the mean; with `turned`, another order in memory on later ranks.
 
-    With `twice`, the gradients of another model are averaged afterwards.
+    With `twice`, the gradients of another model are averaged afterwards, and then this one's, all trained.
     """
     model = build(Mixed, seed).to(rank.device)
     model = model.double() if double else model
@@ -75,6 +75,7 @@ def average(
         "weights": weights(model),
         "recording": recording,
         "device": rank.device.type,
+        "thawed": thawed(rank, model) if twice else None,
     }
 
 
@@ -86,6 +87,15 @@ def overwritten(rank: Any, model: nn.Module, means: dict[str, Tensor | None]) ->
     rank.submission.all_reduce_gradients(other, rank.group)
     now = gradients(model)
     return [name for name, mean in means.items() if mean is not None and not torch.equal(now[name], mean)]
+
+
+def thawed(rank: Any, model: Mixed) -> dict[str, Tensor | None]:
+    """The means in another call, before which a frozen weight was made one that is trained."""
+    model.frozen.requires_grad_(True)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, rank.rank + 1.0)
+    rank.submission.all_reduce_gradients(model, rank.group)
+    return gradients(model)
 
 
 def observe_average(
@@ -163,6 +173,21 @@ def every_model_has_its_own(trial: Trial) -> None:
             help="Make a new buffer in each call, or copy the means out of it into each .grad.",
             rank=r,
         )
+
+
+@check("all_reduce_gradients")
+def what_is_trained_may_change(trial: Trial) -> None:
+    """A weight that was frozen in one call, and is trained before the next, is averaged in that."""
+    results, n = trial.once(observe_all_used).results, trial.num_ranks
+    own = [torch.full((7, 7), r + 1.0) for r in range(n)]
+    kept = "each rank's own: what is trained was listed in the call before, and the list is kept"
+    trial.close(
+        "the gradient of frozen.weight, which is trained in a second call,",
+        [result["thawed"]["frozen.weight"] for result in results],
+        torch.full((7, 7), (n + 1) / 2),
+        alternatives={kept: own} if n > 1 else {},
+        help="Ask for requires_grad in each call.",
+    )
 
 
 @check("all_reduce_gradients")
