@@ -176,21 +176,6 @@ def every_model_has_its_own(trial: Trial) -> None:
 
 
 @check("all_reduce_gradients")
-def what_is_trained_may_change(trial: Trial) -> None:
-    """A weight that was frozen in one call, and is trained before the next, is averaged in that."""
-    results, n = trial.once(observe_all_used).results, trial.num_ranks
-    own = [torch.full((7, 7), r + 1.0) for r in range(n)]
-    kept = "each rank's own: what is trained was listed in the call before, and the list is kept"
-    trial.close(
-        "the gradient of frozen.weight, which is trained in a second call,",
-        [result["thawed"]["frozen.weight"] for result in results],
-        torch.full((7, 7), (n + 1) / 2),
-        alternatives={kept: own} if n > 1 else {},
-        help="Ask for requires_grad in each call.",
-    )
-
-
-@check("all_reduce_gradients")
 def a_missing_gradient_counts_as_zero(trial: Trial) -> None:
     """A layer that only some ranks used: the others, whose gradient is None, count as zero."""
     seen = trial.once(observe_some_unused)
@@ -258,6 +243,21 @@ def frozen_parameters_keep_none(trial: Trial) -> None:
             rank=r,
             help="Leave parameters out that are not trained: an optimizer would decay them.",
         )
+
+
+@check("all_reduce_gradients")
+def what_is_trained_may_change(trial: Trial) -> None:
+    """A weight that was frozen in one call, and is trained before the next, is averaged in that."""
+    results, n = trial.once(observe_all_used).results, trial.num_ranks
+    own = [torch.full((7, 7), r + 1.0) for r in range(n)]
+    kept = "each rank's own: what is trained was listed in the call before, and the list is kept"
+    trial.close(
+        "the gradient of frozen.weight, which is trained in a second call,",
+        [result["thawed"]["frozen.weight"] for result in results],
+        torch.full((7, 7), (n + 1) / 2),
+        alternatives={kept: own} if n > 1 else {},
+        help="Ask for requires_grad in each call.",
+    )
 
 
 @check("all_reduce_gradients")
