@@ -164,7 +164,7 @@ def attainable_flops_per_second(
 
     Memory gives each factor once and takes the product once, at no more than `bytes_per_second`. Meanwhile
     the machine computes: what takes longer, bytes or FLOPs, takes all the time. The answer
-    is exact to a millionth.
+    is off by a millionth of itself at most.
 
     Source: Williams, Waterman and Patterson 2009, "Roofline", doi:10.1145/1498765.1498785.
     """
