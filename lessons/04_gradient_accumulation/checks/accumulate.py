@@ -125,7 +125,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def is_apart(given: tuple[Any, ...], inputs: Tensor, targets: Tensor) -> bool:
     """Whether whole sequences of a batch were given with other rows of its targets than their own."""
-    if len(given) != 2 or any(x.shape[1:] != inputs.shape[1:] for x in given):
+    if len(given) != 2 or not all(isinstance(x, Tensor) and x.shape[1:] == inputs.shape[1:] for x in given):
         return False
     rows, goals = ((batch == x[:, None]).all(2) for batch, x in zip((inputs, targets), given, strict=True))
     known = bool(rows.any(1).all() and goals.any(1).all())

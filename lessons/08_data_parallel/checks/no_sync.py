@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grader.checks import CheckEnded, Fault, Trial, check, is_close
+from grader.checks import Fault, Trial, check
 
 from .means import BOTH, expected_gradients
 from .models import by_rank
@@ -15,6 +15,8 @@ from .passes import (
     INSIDE_STILL,
     LEAVING,
     NOTHING_PENDING,
+    comes_out_right,
+    is_right,
     observe_passes,
     require_gradients,
     trained,
@@ -49,35 +51,17 @@ def other_sums(seen: SimpleNamespace, name: str) -> dict[str, Any]:
     return known
 
 
-def right_in_two_passes(trial: Trial) -> bool:
-    """Whether two passes add up where none is inside no_sync()."""
-    try:
-        seen = trial.once(observe_two_passes)
-    except CheckEnded:
-        return False
-    return all(
-        found is not None and is_close(found, seen.expected[name])
-        for name in trained(seen)
-        for found in by_rank(seen.results, "gradients", name)
-    )
-
-
 def quiet_sums(trial: Trial, seen: SimpleNamespace, name: str) -> dict[str, Any]:
     """`other_sums`, and a bucket that leaves as if what came inside no_sync() had come now."""
     before, last = (expected_gradients(seen.seed, each) for each in (seen.drawn[:-1], seen.drawn[-1:]))
     early = [before[0][name] + own[name] for own in last[1]]
     known = other_sums(seen, name)
-    if not last[0][name].any() and all(
-        is_close(found, seen.expected[each])
-        for each in trained(seen)
-        if last[0][each].any()
-        for found in by_rank(seen.results, "gradients", each)
-    ):
+    if not last[0][name].any() and all(is_right(seen, each) for each in trained(seen) if last[0][each].any()):
         known[DIVIDED_BY_HOOKS] = Fault(
             known.pop(COUNTS_N_TIMES),
             "Divide what is sent: a bucket also holds gradients for which no hook fires in this pass.",
         )
-    if right_in_two_passes(trial):
+    if comes_out_right(trial, observe_two_passes):
         known[f"{DROPPED}. Without no_sync(), two passes add up"] = Fault(
             known.pop(DROPPED),
             "Do the hooks count inside no_sync()? Then a bucket is full, and leaves, before this backward "

@@ -230,22 +230,26 @@ def counted_on(trial: Trial, seen: SimpleNamespace, name: str) -> dict[str, Any]
         "each rank's own: its bucket left before it was there. What came in the step before, where a layer "
         "of the bucket was unused, was still counted": own
     }
-    if right_after_same_use(trial):
+    if comes_out_right(trial, observe_same_use):
         known[
             "zero, and right after a step that has used all layers: something is kept of a step that has not"
         ] = torch.zeros_like(own[0])
     return known
 
 
-def right_after_same_use(trial: Trial) -> bool:
-    """Whether a second step that uses all layers is right after a first that has used them, too."""
+def comes_out_right(trial: Trial, observe: Callable[[Trial], SimpleNamespace]) -> bool:
+    """Whether an observation of other passes has the expected gradients."""
     try:
-        seen = trial.once(observe_same_use)
+        seen = trial.once(observe)
     except CheckEnded:
         return False
+    return all(is_right(seen, name) for name in trained(seen))
+
+
+def is_right(seen: SimpleNamespace, name: str) -> bool:
+    """Whether a parameter's gradient is the expected one on all ranks."""
     return all(
         found is not None and is_close(found, seen.expected[name])
-        for name in trained(seen)
         for found in by_rank(seen.results, "gradients", name)
     )
 
