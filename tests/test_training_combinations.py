@@ -24,8 +24,8 @@ TOGETHER = (
     Way("context_parallel", "every", 2, in_pytorch=False),
     Way("ulysses", "every", 2, in_pytorch=False),
 )
-SMALL = {"n_layer": 3, "n_embd": 64, "block_size": 64}
-"""The curve is looked at, and nothing is weighed."""
+SMALL = {"n_layer": 3, "n_embd": 64, "block_size": 64, "warmup_steps": 1}
+"""The curve is looked at, and nothing is weighed; the full learning rate shows more of what is wrong."""
 ON_TWO_AXES = (
     *(
         Way(f"{outer}=2+{inner}=2", in_pytorch=False)
@@ -51,7 +51,7 @@ def test_all_of_them_follow_the_curve_of_one_rank() -> None:
     found = measure(Plan(TOGETHER, rounds=1, sizes=SMALL), num_ranks=2).ways
     assert len(found) == 2 * len(TOGETHER) - 2
     off = {f"{way} by {by}": one.loss_difference for (way, by), one in found.items()}
-    assert {name: difference for name, difference in off.items() if not difference < 1e-4} == {}
+    assert {name: difference for name, difference in off.items() if not difference < 2e-5} == {}
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_two_axes_of_four_ranks_follow_the_curve_of_one() -> None:
     found = measure(Plan(ON_TWO_AXES, rounds=1, sizes=SMALL), num_ranks=4).ways
     off = {str(way): one.loss_difference for (way, _), one in found.items()}
     assert len(off) == len(ON_TWO_AXES)
-    assert {name: difference for name, difference in off.items() if not difference < 1e-4} == {}
+    assert {name: difference for name, difference in off.items() if not difference < 2e-5} == {}
 
 
 NOT_TOGETHER = [
