@@ -28,7 +28,7 @@ def plan(
 
 
 def ask_plans(trial: Trial) -> Answers:
-    """Runs of every size. The states of one fill its GPUs to the last byte; one needs more than there are."""
+    """Runs of every size. Two fill their GPUs to the last byte; one needs more than there are."""
     calls = [
         (
             trial.integer(10**9, 4 * 10**11),
@@ -40,7 +40,9 @@ def ask_plans(trial: Trial) -> Answers:
         )
         for _ in range(6)
     ]
-    calls += [(5 * 10**9 * trial.integer(2, 9), 10**12, 256, 312e12, 0.43, 80e9)]
+    calls += [
+        (5 * 10**9 * (2 * trial.integer(1, 4) + odd), 10**12, 256, 312e12, 0.43, 80e9) for odd in (0, 1)
+    ]
     calls += [(10**9 * trial.integer(70, 180), 10**12, trial.integer(2, 8), 312e12, 0.43, 80e9)]
     return Answers(trial, "training_plan", [*calls, (124_337_664, 3 * 10**11, 8, 312e12, 0.3, 40e9)], plan)
 
@@ -73,6 +75,7 @@ def plan_slips(
         "fewest_gpus": {
             "rounded down: the last GPU is needed, too": 16 * parameters // memory,
             "one more than a full number of GPUs holds": 16 * parameters // memory + 1,
+            "round(x + 0.5) gives the even one of two numbers that are as near": round(states + 0.5),
             "rounded to the nearest: what is left over needs a GPU, too": round(states),
             "the weights alone, 2 bytes a parameter: gradients and optimizer are there, too": ceil(
                 states / 8

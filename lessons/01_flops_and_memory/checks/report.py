@@ -34,9 +34,11 @@ def report(rank: Any, calls: list[list[Any]], tied: bool = True) -> list[tuple[A
     reports = []
     for i, (config, *arguments) in enumerate(calls):
         model = sized_gpt(GPTConfig(**config)).train(i % 2 == 0)
+        model.transformer.h[0].train(i % 2 == 1)
         if not tied:
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
             model.transformer.wpe.requires_grad_(False)
+            model.bfloat16()
         names, modes, told = list(model.state_dict()), modes_of(model), repr(arguments)
         given = rank.submission.utilization_report(model, *arguments)
         changed = "the model" if list(model.state_dict()) != names else ""
@@ -213,12 +215,18 @@ def parameters_are_counted_once(trial: Trial) -> None:
     compare_report(trial, "parameters", lambda c, *_: parameters(c)["total"], help)
 
 
-@check("utilization_report")
-def a_table_of_its_own_counts(trial: Trial) -> None:
-    """Where the head has a table of its own, as in section 5, it counts too, and so do frozen parameters."""
+def read_apart(trial: Trial) -> tuple[GPTConfig, Any]:
+    """A report on a model in bfloat16 with a table of its own for the head, and a frozen one."""
     config = draw(trial)
     card = {"flops_per_second": 1e14, "with_sparsity": False}
     ((given, _),) = trial.run(report, [[asdict(config), 100.0, config.block_size, card, "none"]], False)[0]
+    return config, given
+
+
+@check("utilization_report")
+def a_table_of_its_own_counts(trial: Trial) -> None:
+    """Where the head has a table of its own, as in section 5, it counts too, and so do frozen parameters."""
+    config, given = trial.once(read_apart)
     value = given.get("parameters") if isinstance(given, dict) else given
     tied = parameters(config)["total"]
     right = tied + config.vocab_size * config.n_embd
@@ -244,6 +252,18 @@ def memory_is_in_gib(trial: Trial) -> None:
     help = "16 bytes for each parameter, each counted once, over 2**30: weights, gradients and optimizer."
     compare_report(
         trial, "model_state_gib", lambda c, *_: 16 * parameters(c)["total"] / 2**30, lambda *_: help
+    )
+    config, given = trial.once(read_apart)
+    value = given.get("model_state_gib") if isinstance(given, dict) else given
+    right = 16 * (parameters(config)["total"] + config.vocab_size * config.n_embd) / 2**30
+    trial.require(
+        agrees(value, right, 1e-6),
+        f"model_state_gib is {show(value)}, and should be {show(right)}: {config!r}, in bfloat16, and "
+        "lm_head.weight is a Parameter of its own",
+        cause="a parameter counts by the bytes that its number has here"
+        if agrees(value, right / 2, 1e-6)
+        else "",
+        help="16 bytes are a parameter's weight, gradient, fp32 copy and two moments, whatever its dtype is.",
     )
 
 

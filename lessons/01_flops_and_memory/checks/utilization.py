@@ -28,6 +28,7 @@ def utilize(trial: Trial) -> Answers:
     many = draw(trial, n_head=12, n_embd=768, block_size=8192, n_layer=12, vocab_size=32_000)
     for length in (trial.integer(256, 512), trial.integer(600, 1024)):  # of which most positions are not used
         calls.append((many, float(trial.integer(10**3, 3 * 10**4)), 312e12, length))
+    calls.append((many, 10.0**7, 312e12, 8192))  # more than the peak: one of the numbers is wrong, and shows
     return Answers(trial, "model_flops_utilization", calls, utilization)
 
 
@@ -37,6 +38,7 @@ def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[st
     matrices = every - c.block_size * c.n_embd
     return {
         "in percent: a fraction of 1 is asked for": 100 * right,
+        "never more than 1: a fraction above 1 tells that the peak, or the count, is wrong": min(right, 1.0),
         "upside down: achieved over peak": 1 / right,
         "half of it: the peak is doubled, or a multiply-add counts as one FLOP, not two": right / 2,
         "twice too much: the peak is halved, or a multiply-add counts as four FLOPs": 2 * right,
