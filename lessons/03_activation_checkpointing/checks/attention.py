@@ -16,6 +16,7 @@ from nanogpt.model import GPT, Dropout, GPTConfig
 from .cores import BY_HAND, FACTORS_OF_THE_FORWARD, ByHand, KeepsItsInputs, make
 from .models import (
     AT_THE_CHANGE,
+    FROZEN_RUN_AS_THEY_ARE,
     NEXT_NUMBERS,
     REMEMBERED,
     SEEDED,
@@ -28,8 +29,10 @@ from .models import (
     gradients,
     never_replayed,
     next_numbers,
+    partly_frozen,
     replayed,
     replayed_as_of_now,
+    require_left_alone,
 )
 
 exercise(
@@ -423,6 +426,30 @@ def generators_of_dropouts_repeat(trial: Trial) -> None:
     slips[SEEDED] = lambda: run("seeded")["gradients"]
     slips[LAST_CORES] = lambda: run("last alone")["gradients"]
     close_with_generators(trial, mine, plain, slips)
+
+
+def some_frozen(rank: Any, sizes: dict, seed: int, idx: Tensor) -> tuple[str, list[int]]:
+    """What it made of a GPT that was partly frozen, and how often each core was called in a pass of that."""
+    model = build(lambda: make("plain", GPTConfig(**sizes)), seed, rank.device)
+    cores = [block.attn.core for block in model.transformer.h]
+    changed = partly_frozen(rank.submission.recompute_attention, model, idx)
+    return changed, [core.calls for core in cores]
+
+
+@check("recompute_attention")
+def cores_of_frozen_blocks_are_computed_again_too(trial: Trial) -> None:
+    """Cores of blocks with frozen weights are computed again too; modes, and what is frozen, stay."""
+    sizes = asdict(GPTConfig(block_size=8, vocab_size=20, n_layer=3, n_head=2, n_embd=16))
+    changed, calls = trial.run(some_frozen, sizes, trial.seed(), trial.tokens(20, 2, 8))[0]
+    require_left_alone(trial, "recompute_attention", changed)
+    once = [i for i, times in enumerate(calls) if times == 1]
+    trial.require(
+        not once,
+        "with block 1 frozen and some weights of block 0, the core of block "
+        f"{', '.join(map(str, once))} is called once, in the forward alone",
+        cause=FROZEN_RUN_AS_THEY_ARE if once in ([0, 1], [1]) else "",
+        help="A core has no weights: checkpoint it, whether those around it are trained or not.",
+    )
 
 
 def bystander(rank: Any, sizes: dict, seed: int, idx: Tensor) -> int:

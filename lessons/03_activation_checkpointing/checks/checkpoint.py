@@ -210,6 +210,44 @@ def output_is_the_functions(trial: Trial) -> None:
     trial.close("the output", seen.mine["output"], seen.plain["output"], alternatives=slips, help=help)
 
 
+LAST_FIRST = (
+    "the random states of all calls lie in one place, and a second call takes the latest: backward may come "
+    "in another order, or never"
+)
+
+
+def unordered(rank: Any, how: str, seed: int, xs: list[Tensor]) -> dict:
+    """Three checkpoints: no backward of the first, then one of the second, then one of the third."""
+    layers = build(lambda: Layers(xs[0].size(-1), 0.3), seed, rank.device)
+    xs = [x.requires_grad_() for x in xs]
+    ys = [checkpoint_of(rank, how)(layers, x) for x in xs]
+    with seeing(layers.calls):
+        for y in ys[1:]:
+            y.square().sum().backward()
+    _, first, second, *again = [call["random state"] for call in layers.calls]
+    found = {"the gradient of the input of the second": xs[1].grad, "that of the third's": xs[2].grad}
+    return {"gradients": found | gradients(layers), "latest first": again[:1] == [second] != [first]}
+
+
+def require_any_order(trial: Trial) -> None:
+    """Checkpoints of which none needs another have a backward in the order of their forwards."""
+    inputs, seeds = (trial.seed(), [trial.normal(5, 6) for _ in range(3)]), [trial.seed()]
+    mine, plain = (trial.run(unordered, how, *inputs, seeds=seeds)[0] for how in ("mine", "plain"))
+    for name, expected in plain["gradients"].items():
+        trial.close(
+            f"three checkpoints in a row, with backward of the second before that of the third: {name}",
+            mine["gradients"][name],
+            expected,
+            alternatives={LAST_FIRST: Fault(mine["gradients"][name], HELP_OWN)}
+            if mine["latest first"]
+            else {},
+            help=HELP_MASK,
+        )
+
+
+HELP_OWN = "Each call keeps the random state that it found itself: in a local variable, or on ctx."
+
+
 def quiet(rank: Any, x: Tensor) -> dict:
     """The output under no_grad, the function's own, and whether there is a graph behind it."""
     layer = torch.nn.Linear(len(x), 3, device=rank.device)
@@ -256,6 +294,7 @@ def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     )
     names = {name: name for name in expected}
     close_by_name(trial, names, seen.mine["gradients"], expected, slips, help, steps)
+    require_any_order(trial)
 
 
 @check("checkpoint")

@@ -334,6 +334,26 @@ def loss_and_gradients_are_those_of_the_whole(trial: Trial) -> None:
     for size in (len(seen.given[0]), len(seen.given[0]) + 3):
         ended(trial, seen, size)
     require_two_losses(trial, seen)
+    require_nan(trial, seen)
+
+
+def broken(rank: Any, size: int, *given: Tensor) -> Tensor:
+    """The loss where x is NaN for one token that counts."""
+    x, weight, targets = given
+    x[torch.nonzero(targets != -1)[0]] = torch.nan
+    return rank.submission.chunked_cross_entropy(x.requires_grad_(), weight, targets, size).detach()
+
+
+def require_nan(trial: Trial, seen: SimpleNamespace) -> None:
+    """A model that has broken down says so."""
+    loss = trial.run(broken, seen.size, *seen.given)[0]
+    trial.require(
+        bool(loss.isnan().all()),
+        f"x is NaN for a token that counts, and the loss is {loss.item():.6g}",
+        cause="NaN is replaced or left out, where a target counts",
+        help='Ask whether targets count, and not whether a loss is NaN: with reduction="sum", a chunk that '
+        "counts nothing is 0.",
+    )
 
 
 @check("chunked_cross_entropy")

@@ -1,6 +1,7 @@
 """Checks of `checkpoint`: inputs of all kinds, and those of which none needs a gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Mixed(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         self.seen.append([type(each).__name__ for each in inputs])
-        x, power, nothing, word, rows, fixed, z, row, mask, options, same = inputs
+        x, power, nothing, word, rows, fixed, z, row, mask, options, _, same = inputs
         x = x[rows].tanh() ** power * self.weight + fixed
         if word == "double" and nothing is None and options["shift"]:
             x = 2 * x + options["shift"][0]
@@ -138,20 +139,41 @@ class Mixed(nn.Module):
 ONE_ROW = "an input of one dimension"
 
 
+UNUSED = "an input that the function does not use"
+
+
+@contextmanager
+def told_of_unused(without: Callable[[], None]) -> Iterator[None]:
+    """An error inside is told with its cause if all is well `without` the input that is not used."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):
+            without()
+            error.add_note(
+                "an input needs a gradient, and the function does not use it: backward leaves its gradient "
+                "at None, and so should this one"
+            )
+        raise
+
+
 def all_kinds(rank: Any, how: str, seed: int, tensors: dict[str, Tensor]) -> dict:
     """A checkpoint of numbers, words, None, tensors of all dtypes, and the same tensor twice."""
     module = build(Mixed, seed, rank.device)
-    a, z, row = (tensors[name].requires_grad_() for name in ("x", "z", "row"))
+    a, z, row, unused = (tensors[name].requires_grad_() for name in ("x", "z", "row", UNUSED))
     fixed, mask = tensors["fixed"], tensors["mask"]
     other = a.detach().clone().requires_grad_()  # to tell what each of the two places passes back
     x, same = a * 1.5, (other if how == "plain" else a) * 1.5
-    inputs = (x, 2, None, "double", tensors["rows"], fixed, z, row, mask, {"shift": [0.5]}, same)
+    options = {"shift": [0.5]}
+    inputs = (x, 2, None, "double", tensors["rows"], fixed, z, row, mask, options, unused, same)
     if how != "plain":
         inputs = (*inputs[:-1], x)
-    y = checkpoint_of(rank, how)(module, *inputs)
-    y.backward(tensors["upstream"])
+    checkpoint, upstream = checkpoint_of(rank, how), tensors["upstream"]
+    with told_of_unused(lambda: checkpoint(module, *inputs[:-2], None, inputs[-1]).backward(upstream)):
+        y = checkpoint(module, *inputs)
+        y.backward(upstream)
     gradient = {"x": a.grad, "z": z.grad, ONE_ROW: row.grad, "the weight": module.weight.grad}
-    gradient |= {"a tensor without": fixed.grad, "the last input": other.grad}
+    gradient |= {"a tensor without": fixed.grad, "the last input": other.grad, UNUSED: unused.grad}
     return {"output": y.detach().clone(), "gradients": gradient, "seen": module.seen}
 
 
@@ -163,6 +185,7 @@ def inputs_are_of_any_kind(trial: Trial) -> None:
         "x": trial.normal(6, 7),
         "z": trial.normal(rows, 7),
         "row": trial.normal(7),
+        UNUSED: trial.normal(7),
         "fixed": trial.normal(rows, 7),
         "rows": trial.tokens(6, rows),
         "mask": trial.normal(rows, 7) > 0,
@@ -177,6 +200,11 @@ def inputs_are_of_any_kind(trial: Trial) -> None:
         trial.equal("the kinds of inputs that the function is called with", call, expected, help=help)
     trial.require(
         mine["gradients"]["a tensor without"] is None, "a tensor that needs no gradient has one afterwards"
+    )
+    trial.require(
+        mine["gradients"][UNUSED] is None,
+        f"{UNUSED} has a gradient afterwards",
+        help="backward() leaves it at None: an optimizer skips None, and decays what has a gradient of 0.",
     )
     first, last = (plain["gradients"][name] for name in ("x", "the last input"))
     places = {"that of its first place alone": first, "that of its last place alone": last}

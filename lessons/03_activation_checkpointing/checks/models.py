@@ -332,3 +332,40 @@ class Log:
         self.entries: list[int] = []
         for i, block in enumerate(blocks):
             block.ln_1.register_forward_pre_hook(lambda *_, i=i: self.entries.append(i))
+
+
+def partly_frozen(change: Callable[[GPT], Any], model: GPT, idx: Tensor) -> str:
+    """Run a GPT that was changed while block 1, and some weights of block 0, were frozen.
+
+    The change finds it in evaluation mode, but for block 1. Returns what has another mode after it, or is
+    not frozen any more; "" where nothing has.
+    """
+    model.transformer.h[1].requires_grad_(False)
+    model.transformer.h[0].attn.c_attn.requires_grad_(False)
+    model.eval().transformer.h[1].train()
+    modes = [(name or "the model", part, part.training) for name, part in model.named_modules()]
+    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
+    change(model)
+    changed = [
+        f"{name} was in {'training' if was else 'evaluation'} mode before, and is not after it"
+        for name, part, was in modes
+        if part.training != was
+    ]
+    changed += [f"{name} was frozen before, and is not after it" for name, w in frozen if w.requires_grad]
+    model.train()
+    model(idx)[0].square().mean().backward()
+    return next(iter(changed), "")
+
+
+def require_left_alone(trial: Trial, name: str, changed: str) -> None:
+    """`partly_frozen` has found modes, and what is frozen, as they were."""
+    trial.require(
+        not changed,
+        f"{name} changes more than how a forward runs: {changed}",
+        help="train(), eval() and requires_grad_() are the caller's.",
+    )
+
+
+FROZEN_RUN_AS_THEY_ARE = (
+    "what has frozen weights is not checkpointed: for the gradient of its input it keeps as much as others"
+)

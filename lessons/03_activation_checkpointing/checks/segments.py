@@ -128,11 +128,16 @@ def length_needs_the_fewest_bytes(trial: Trial) -> None:
 def smallest_of_equals(trial: Trial) -> None:
     """Of lengths that need equally many bytes, it is the smallest."""
     answers = trial.once(ask)
-    largest = {"this is the largest of the equally good lengths": lambda *call: ties(*call)[-1]}
+    others_are_right = all(a.right for a in answers.select("", lambda *call: len(ties(*call)) == 1, 0.0))
+
+    def known(*call: int) -> dict[str, float]:
+        largest = {"this is the largest of the equally good lengths": ties(*call)[-1]}
+        return largest if others_are_right else largest | slips(*call)
+
     compare_answers(
         trial,
         answers,
-        slips=lambda *call: {text: pick(*call) for text, pick in largest.items()} | slips(*call),
+        slips=known,
         help="A shorter group is computed again in smaller pieces: prefer it. min() returns the first.",
         where=lambda *call: len(ties(*call)) > 1,
     )
