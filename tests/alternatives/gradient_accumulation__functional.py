@@ -28,7 +28,7 @@ def accumulate_gradients(model, inputs, targets, num_microbatches):
         p = weights[name]
         gradient = (total / sum(counts)).to(p.dtype)
         p.grad = gradient if p.grad is None else p.grad + gradient
-    return (mean / sum(counts)).to(torch.float32)
+    return mean / sum(counts)
 
 
 def largest_microbatch(config, memory_bytes, recipe, sequence_length):

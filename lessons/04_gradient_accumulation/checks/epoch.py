@@ -261,6 +261,8 @@ def require_losses(trial: Trial, seen: SimpleNamespace, help: str) -> None:
     )
     slips = {} if is_close(given, expected, rtol=3e-5) else SLIPS
     wrong = {text: epochs(seen.case, slip=slip).losses[0] for text, slip in slips.items()}
+    left = len(seen.case.batches) % seen.case.accumulate
+    wrong[SHARE_OF_A_FULL_STEP] = [*expected[:-1], expected[-1] * left / seen.case.accumulate]
     trial.close(
         f"{told(seen.case)}: the list of losses",
         given,
@@ -270,6 +272,11 @@ def require_losses(trial: Trial, seen: SimpleNamespace, help: str) -> None:
         factors={"accumulate": float(seen.case.accumulate)},
         help=help,
     )
+
+
+SHARE_OF_A_FULL_STEP = (
+    "the loss of the shorter step at the end is multiplied by how many micro-batches it has of `accumulate`"
+)
 
 
 def require_rates(trial: Trial, seen: SimpleNamespace, help: str) -> None:
@@ -416,6 +423,9 @@ def what_is_left_over_is_a_step(trial: Trial) -> None:
         )
         help = "The last group has its own number of targets. A new epoch starts with no gradient."
         require_gradients(trial, seen, help)
+        require_losses(
+            trial, seen, "The last step's loss is the mean of its own micro-batches' targets, too."
+        )
         trial.close(
             f"{told(seen.case)}: the vector of all weights in the end",
             seen.result["weights"],
@@ -469,7 +479,8 @@ def a_nan_of_the_epoch_is_not_hidden(trial: Trial) -> None:
     """Where the model gives NaN for targets that count, the step's loss is NaN."""
     case = draw(trial, 2, 2, sharpness=0.3, empty=1)
     arguments = (vars(case.config), case.seed, case.sharpness, case.batches, case.accumulate)
-    losses = trial.run(train, *arguments, 1, False, False, False, True)[0]["losses"][0]
+    result = trial.run(train, *arguments, 1, False, False, False, True)[0]
+    losses, steps = result["losses"][0], len(result["steps"])
     trial.require(
         bool(losses) and all(math.isnan(loss) for loss in losses),
         f"a weight is NaN, and the losses of the epoch are {losses}",
@@ -477,6 +488,14 @@ def a_nan_of_the_epoch_is_not_hidden(trial: Trial) -> None:
         if losses
         else "",
         help="Ask for the number of counted targets, and not whether the loss is a number.",
+    )
+    trial.require(
+        steps == 1,
+        f"a weight is NaN: the optimizer took {steps} steps, expected 1",
+        cause=""
+        if steps
+        else "a step whose loss is not a number is left out, and the training goes on without a word",
+        help="Every group makes a step, whatever its loss is.",
     )
 
 
