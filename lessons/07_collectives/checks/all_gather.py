@@ -38,8 +38,9 @@ exercise(
 
 
 def observe_plain(trial: Trial) -> SimpleNamespace:
-    kinds = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-    return ask(trial, "ring_all_gather", [draw(trial, trial.integer(200, 400)), *dtypes(trial, *kinds)])
+    few = dtypes(trial, torch.float64, torch.int64, torch.uint8)
+    many = [draw(trial, 200, dtype=kind) for kind in (torch.bfloat16, torch.bool)]
+    return ask(trial, "ring_all_gather", [draw(trial, trial.integer(200, 400)), *few, *many])
 
 
 def observe_shapes(trial: Trial) -> SimpleNamespace:

@@ -8,7 +8,7 @@ import torch
 from grader.checks import Event, Recording, Trial
 
 from .exchanges import Exchange, is_power_of_two
-from .traffic import SMALL, events, sends
+from .traffic import OWN_DTYPE, SMALL, events, sends, wider_events
 
 
 def never_met(seen: SimpleNamespace, i: int) -> str:
@@ -78,8 +78,12 @@ def require_bytes(trial: Trial, case: Exchange, i: int, r: int, recording: Recor
         sent, tensor = sum(event.num_bytes for event in to_it), case.rows[r][to]
         has = tensor.numel() * tensor.element_size() if to != r else 0
         large = [event for event in to_it if event.num_bytes > SMALL]
+        wide = wider_events(large, tensor.element_size())
         cause = ""
-        if sent > has and large and all(event.num_bytes >= everything > has for event in large):
+        if wide and sum(event.num_elements for event in to_it) == tensor.numel():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            cause = f"what travels is {wide[0].dtype}, and the tensors are {dtype}"
+        elif sent > has and large and all(event.num_bytes >= everything > has for event in large):
             cause = "it sends all that it has, and the receiver picks its own"
         elif not sent and has:
             cause = unmet or "what it has for that rank travels by way of another one, or not at all"
@@ -89,7 +93,9 @@ def require_bytes(trial: Trial, case: Exchange, i: int, r: int, recording: Recor
             has <= sent <= has + SMALL,
             f"given {case} it sends {sent:,} bytes to rank {to}, and has {has:,} for it",
             cause=cause,
-            help="tensors[to], and nothing else, goes to rank `to`, and straight there.",
+            help=OWN_DTYPE
+            if wide
+            else "tensors[to], and nothing else, goes to rank `to`, and straight there.",
             rank=r,
         )
         trial.require(

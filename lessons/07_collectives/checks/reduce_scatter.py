@@ -145,7 +145,9 @@ def require_chunks(trial: Trial, case: Case, answers: list[dict[str, Any]]) -> N
             shape[0] <= case.chunk_size,
             f"given {case} it returned {shape[0]} elements, and a chunk has "
             f"ceil({case.num_elements}/{trial.num_ranks}) = {case.chunk_size}",
-            cause="the whole, not this rank's chunk?" if shape[0] >= case.num_elements else "",
+            cause="the whole, not this rank's chunk?"
+            if trial.num_ranks > 1 and shape[0] >= case.num_elements
+            else "",
             rank=r,
         )
     together = sum(answer["returned"].numel() for answer in answers)

@@ -35,7 +35,7 @@ ALONE = "One rank sends nothing: return what its layer makes of each input, each
 def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) -> dict[str, Any]:
     """The probe. Without a weight, the layer returns its very input and a view of it, in turn.
 
-    After a call with float64, another one, with a float32 of the same shape.
+    After a call with float64, another one, with one input, a float32 of the same shape.
     """
     calls: list[int] = []
 
@@ -61,7 +61,7 @@ def relay(rank: Any, inputs: list[Tensor], weight: Tensor | None, pause: float) 
         "memory": [x.data_ptr() for x in tensors],
         "inputs": given,
         "calls": len(calls),
-        "dtype of another call": str(single[0].dtype) if isinstance(single, list) and single else "",
+        "of one input": single[0] if isinstance(single, list) and single else None,
         "recording": recording,
         "device": rank.device.type,
     }
@@ -220,6 +220,22 @@ def slow_senders_are_waited_for(trial: Trial) -> None:
     require_outputs(
         trial, trial.once(observe_slow_senders), "A tensor given to irecv is not there before its wait()."
     )
+    require_one_output(trial, trial.once(observe_slow_senders))
+
+
+def require_one_output(trial: Trial, seen: SimpleNamespace) -> None:
+    """Of one input, which each rank's layer turns round in sign, one output comes."""
+    output, x = seen.results[-1]["of one input"], seen.inputs[0].float()
+    trial.require(
+        output is None or not output.isnan().any(),
+        "of a call with one input the output is NaN, which is what the inputs of all ranks but rank 0 hold",
+        cause="with one input nothing comes from the ranks before",
+        help="One micro-batch goes through all layers too.",
+        rank=trial.num_ranks - 1,
+    )
+    if output is not None:
+        expected = -x if trial.num_ranks % 2 else x
+        trial.close("the output of a call with one input", output.float(), expected, rtol=1e-3)
 
 
 @check("relay_microbatches", world_sizes=(2, 3), subgroup=False)
@@ -239,7 +255,8 @@ def the_dtype_stays(trial: Trial) -> None:
             rank=last,
         )
     always = [str(x.dtype) for x in trial.once(observe_slow_receivers).results[last]["outputs"]]
-    then = seen.results[last]["dtype of another call"]
+    of_one = seen.results[last]["of one input"]
+    then = "" if of_one is None else str(of_one.dtype)
     trial.require(
         then in ("torch.float32", ""),
         f"after a call with float64, another one with float32 inputs of the same shape returned {then}",
@@ -416,7 +433,7 @@ def observe_ahead(trial: Trial) -> SimpleNamespace:
 def a_layer_may_return_a_transposed_view(trial: Trial) -> None:
     """Where a layer returns a view that does not lie in one piece of memory, it is passed on as any other."""
     seen = trial.once(observe_ahead)
-    outputs = seen.outputs if isinstance(seen.outputs, list) else []
+    outputs = seen.outputs if isinstance(seen.outputs, list | tuple) else []
     trial.equal("the number of outputs", len(outputs), len(seen.inputs))
     for i, (output, x) in enumerate(zip(outputs, seen.inputs, strict=True)):
         expected = x.t() if trial.num_ranks % 2 else x
