@@ -55,7 +55,7 @@ def all_reduce_gradients(model: nn.Module, group: ProcessGroup) -> None:
     A gradient that is None on some ranks counts as zero there. A frozen parameter keeps None, and
     a weight that is used in two places (a tie) is sent once. A gradient may lie in memory in another
     order on each rank. A rank sends no more bytes than an all-reduce of its gradients would. No weight
-    changes.
+    changes, and no buffer.
 
     An extra that earns a star: in a model of two dtypes, no gradient loses digits.
     """

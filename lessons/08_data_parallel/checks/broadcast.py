@@ -13,6 +13,7 @@ from grader.checks import Fault, Trial, check, exercise
 
 from .means import require_waits
 from .models import (
+    SHARED,
     Mixed,
     build,
     by_rank,
@@ -71,6 +72,7 @@ def spread(rank: Any, seed: int, turned: bool = False) -> dict:
         "trained": {name: p.requires_grad and p.is_leaf for name, p in now.items()},
         "recording": recording,
         "device": rank.device.type,
+        "shared": sum(b.numel() == SHARED for b in model.buffers()),  # each has its own on another device
     }
 
 
@@ -125,11 +127,10 @@ def require_rank_0s(trial: Trial, kind: str, names: list[str]) -> None:
         if trial.num_ranks == 1:
             alternatives = {}
         for dtype in (torch.float32, torch.float64):
-            if not starts[0].is_floating_point():
+            if not torch.equal(through := starts[0].to(dtype).to(starts[0].dtype), starts[0]):
                 told = str(dtype).removeprefix("torch.")
-                alternatives[f"it went through {told}, which does not hold such whole numbers"] = (
-                    starts[0].to(dtype).to(starts[0].dtype)
-                )
+                numbers = "so many digits" if starts[0].is_floating_point() else "such whole numbers"
+                alternatives[f"it went through {told}, which does not hold {numbers}"] = through
         trial.close(
             f"{name} after the broadcast",
             by_rank(seen.results, kind, name),
@@ -162,8 +163,9 @@ def buffers_are_those_of_rank_0(trial: Trial) -> None:
 
 @check("broadcast_parameters")
 def buffers_of_modules_inside_are_those_of_rank_0(trial: Trial) -> None:
-    """Buffers of modules inside modules are those of rank 0 too: whole numbers beyond 2^53, truth values."""
-    require_rank_0s(trial, "buffers", ["inside.0.drawn", "inside.0.kept", "inside.0.noise"])
+    """Buffers of modules inside are those of rank 0 too: whole numbers beyond 2^53, float64, truth values."""
+    names = ["inside.0.drawn", "inside.0.kept", "inside.0.noise", "inside.0.exact", "shared"]
+    require_rank_0s(trial, "buffers", names)
 
 
 @check("broadcast_parameters")
@@ -259,6 +261,13 @@ def every_tensor_is_sent_once(trial: Trial) -> None:
             ),
             help="One broadcast for each tensor. model.parameters() names a tied weight once, state_dict() "
             "twice.",
+            rank=r,
+        )
+        times = sum(event.num_elements == SHARED for event in result["recording"].select("broadcast"))
+        trial.require(
+            times <= result["shared"],
+            f"a buffer of {SHARED} numbers, which two modules share, was sent {times} times",
+            help="model.buffers() names it once; the buffers of each module by itself name it twice.",
             rank=r,
         )
 

@@ -73,6 +73,7 @@ def average(
         "gradients": means,
         "overwritten": overwritten(rank, model, means) if twice else [],
         "weights": weights(model),
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "recording": recording,
         "device": rank.device.type,
         "thawed": thawed(rank, model) if twice else None,
@@ -112,8 +113,15 @@ def observe_average(
     twice = order == [BOTH]  # else ranks that wait for ever would meet in a later call
     results = trial.run(average, double, turned, twice, per_rank=per_rank)
     expected, own = expected_gradients(numbers, passes)
-    starts = [weights(build(Mixed, number)) for number in numbers]
-    return SimpleNamespace(results=results, expected=expected, own=own, starts=starts, sizes=sizes_of(passes))
+    models = [build(Mixed, number) for number in numbers]
+    return SimpleNamespace(
+        results=results,
+        expected=expected,
+        own=own,
+        starts=[weights(model) for model in models],
+        buffers=[dict(model.named_buffers()) for model in models],
+        sizes=sizes_of(passes),
+    )
 
 
 def observe_all_used(trial: Trial) -> SimpleNamespace:
@@ -262,7 +270,7 @@ def what_is_trained_may_change(trial: Trial) -> None:
 
 @check("all_reduce_gradients")
 def weights_are_left_alone(trial: Trial) -> None:
-    """Gradients are averaged, weights are not touched, also where the ranks' weights differ."""
+    """Gradients are averaged, weights and buffers are not touched, also where those of the ranks differ."""
     seen = trial.once(observe_different_weights)
     for name in seen.starts[0]:
         what, help = f"the weight {name}", "It is parameter.grad that travels, not the parameter."
@@ -270,6 +278,18 @@ def weights_are_left_alone(trial: Trial) -> None:
         alternatives = {"the mean of all ranks' weights": torch.stack(starts).mean(0)}
         trial.close(what, now, starts, alternatives=alternatives, help=help)
         trial.close(what, now, starts, rtol=0.0, help=help)
+    for name in seen.buffers[0]:
+        own = [buffers[name] for buffers in seen.buffers]
+        trial.close(
+            f"the buffer {name}",
+            by_rank(seen.results, "buffers", name),
+            own,
+            alternatives={"the mean of all ranks' buffers": torch.stack(own).mean(0)}
+            if own[0].is_floating_point()
+            else {},
+            rtol=0.0,
+            help="A buffer has no gradient: nothing of it travels.",
+        )
 
 
 @check("all_reduce_gradients", world_sizes=(2, 4), subgroup=False)

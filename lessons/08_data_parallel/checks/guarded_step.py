@@ -152,6 +152,24 @@ TAKEN_FOR_FINITE = (
 )
 
 
+def taken_for_broken(trial: Trial, seen: SimpleNamespace, rank: int) -> str:
+    """That finite losses were left out for their size, where this rank takes steps on small ones; else ""."""
+    if any(seen.broken):
+        return ""
+    try:
+        small = trial.once(observe_mixture)
+    except CheckEnded:
+        return ""
+    took = small.results[rank]["taken"] == [not ranks for ranks in small.broken]
+    return LARGE if took else ""
+
+
+LARGE = (
+    "a large loss was taken for a broken one: the losses are above 65504 here, which is more than float16 "
+    "holds, and finite; steps on small ones are taken"
+)
+
+
 def how_decided(recording: Recording) -> str:
     """Why a rank takes a step though a loss is not finite, as far as the reduction of its flag tells."""
     ways = {
@@ -230,7 +248,8 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
             help="All ranks decide by the same number: let them agree on it before anyone returns.",
             rank=r,
             cause=taken_for_finite(seen.kinds, result["taken"])
-            or (how_decided(result["recording"]) if any(result["taken"]) else ""),
+            or (how_decided(result["recording"]) if any(result["taken"]) else "")
+            or taken_for_broken(trial, seen, r),
         )
     for i in range(len(want)):
         for name in expected[i]:
@@ -252,7 +271,7 @@ def observe_broken(trial: Trial) -> SimpleNamespace:
 
 
 def observe_good(trial: Trial) -> SimpleNamespace:
-    return observe_guarded(trial, [[], []], scale=20.0)
+    return observe_guarded(trial, [[], []], scale=1e3)
 
 
 def observe_mixture(trial: Trial) -> SimpleNamespace:

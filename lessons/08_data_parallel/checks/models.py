@@ -25,14 +25,19 @@ def tapering() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in pairwise(widths)])
 
 
+SHARED = 11
+"""Numbers of a buffer that two modules share; no other tensor of `Mixed` has so many."""
+
+
 class Drawing(nn.Module):
-    """A module inside a module: how often it has drawn, which no float32 counts, and two masks."""
+    """A module inside a module: how often it has drawn, which no float32 counts, two masks, and a float64."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("drawn", torch.randint(2**60, ()))
         self.register_buffer("kept", torch.rand(9) > 0.5)
         self.register_buffer("noise", torch.randn(4), persistent=False)
+        self.register_buffer("exact", torch.randn(2, dtype=torch.float64))
 
 
 class Mixed(nn.Module):
@@ -51,6 +56,8 @@ class Mixed(nn.Module):
         self.register_buffer("table", torch.randn(4, 3))
         self.register_buffer("image", torch.randn(2, 3, 2, 2))
         self.inside = nn.Sequential(Drawing())
+        self.register_buffer("shared", torch.randn(SHARED))
+        self.inside.register_buffer("shared", self.shared)
 
     def forward(self, tokens: Tensor, order: tuple[str, ...]) -> Tensor:
         x = self.embed(tokens)

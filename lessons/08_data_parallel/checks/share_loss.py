@@ -106,7 +106,12 @@ def observe(trial: Trial, cases: list[Case]) -> SimpleNamespace:
 
 
 def draw(trial: Trial, case: Case, count: int, start: Tensor) -> Tensor:
-    """A rank's rows; where few stand for many, their losses add up to what so many would have."""
+    """A rank's rows; where few stand for many, their losses add up to what so many would have.
+
+    Rows of zeros where none counts: what a mask has made of them, and where a NaN arrives in backward.
+    """
+    if count == 0:
+        return torch.zeros(2, 3)
     if case.most_rows is None:
         return trial.normal(count, 3)
     rows = trial.normal(case.most_rows, 3)
@@ -262,6 +267,16 @@ def require_gradients(trial: Trial, case: Case, answers: list[dict], truth: Simp
             help="Multiply loss_sum itself, also where it is 0: a new tensor has no graph that leads to it.",
             rank=r,
         )
+    broken = [r for r, answer in enumerate(answers) if answer["gradient"].isnan().any()]
+    hidden = all(case.counts[r] == 0 and answers[r]["part"].isfinite() for r in broken)
+    trial.require(
+        not broken or not hidden,
+        f"with {case} what it returned is a number, and its gradient is NaN",
+        help="Divide by the number of targets of all ranks, which is never 0, and by no rank's own.",
+        cause="a division by 0 is hidden in forward, as torch.where and nan_to_num do: backward goes through "
+        "it, and 0 times infinity is NaN",
+        rank=(broken or [0])[0],
+    )
     trial.close(
         f"the mean over ranks of the gradients, with {case}",
         torch.stack([answer["gradient"] for answer in answers]).mean(0),
