@@ -50,7 +50,21 @@ def step_on_ranks(rank: Any, whole: Tensor, between: float, steps: Steps) -> dic
             "shard": module.shard().detach().clone(),
             "recording": recording,
         }
-    return result | {"partly held": norm_of_a_step(rank, whole, steps[0], partly=True)}
+    return result | {
+        "partly held": norm_of_a_step(rank, whole, steps[0], partly=True),
+        "unclipped": unclipped(rank, whole, *steps[0]),
+    }
+
+
+def unclipped(rank: Any, whole: Tensor, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """This rank's shard after a step with max_norm=inf, and after one more, whose gradient is zero."""
+    module = ShardedLine(whole, rank.group).to(rank.device)
+    optimizer = SGD(module.parameters(), lr=0.1)
+    shards = []
+    for x, max_norm in ((inputs, math.inf), (torch.zeros_like(inputs), MAX_NORMS[0])):
+        rank.submission.clipped_step(module, optimizer, x, targets, max_norm, rank.group)
+        shards.append(module.shard().detach().clone())
+    return shards
 
 
 def norm_of_a_step(rank: Any, whole: Tensor, step: tuple[Tensor, Tensor], partly: bool = False) -> Tensor:
@@ -341,6 +355,26 @@ def clipped_steps_are_those_of_one_process(trial: Trial) -> None:
 def small_gradients_are_left_alone(trial: Trial) -> None:
     """A gradient whose norm is below max_norm is not scaled."""
     require_ends(trial, MAX_NORMS[1], "The factor is max_norm / norm, and at most 1.")
+    seen = trial.once(observe)
+    _, not_clipped = seen.once
+    for i, (when, cause) in enumerate(UNCLIPPED.items()):
+        found = [result["unclipped"][i] for result in seen.results]
+        trial.close(
+            f"this rank's shard after a step {when}",
+            found,
+            not_clipped,
+            alternatives={cause: found} if all(shard.isnan().all() for shard in found) else {},
+            help="Where the norm is not above max_norm, the factor is 1: (max_norm / norm).clamp(max=1) is 1 "
+            "there, also for infinity, and for a norm of 0.",
+            rtol=1e-3,
+        )
+
+
+UNCLIPPED = {
+    "with max_norm=inf": "infinity over infinity is NaN: max_norm is divided by what is as large as itself",
+    "with a gradient of zero": "0 over 0 is NaN: the gradient is divided by its norm, and the norm is 0",
+}
+"""Where nothing is to be scaled, and what NaN comes of there."""
 
 
 @check("clipped_step", world_sizes=(2, 4, 3))

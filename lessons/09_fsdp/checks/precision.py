@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import Trial, check
+from grader.checks import Recording, Trial, check
 from grader.checks import told as told_events
 
 from .fully_sharded import dtypes_of, evaluate, full
@@ -19,8 +19,10 @@ SETTINGS = {
     "param_dtype": {"param_dtype": torch.bfloat16},
     "both": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
 }
+ALONE = {"reduce_dtype": torch.bfloat16}
 RANKS = (3, 2)
 """By three a bfloat16 number does not divide without rounding."""
+REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
 TOLD = {
     "param_dtype": "with param_dtype=bfloat16",
     "both": "with param_dtype=bfloat16 and reduce_dtype=float32",
@@ -52,6 +54,15 @@ def step_in(rank: Any, seed: int, how: str, tokens: Tensor, targets: Tensor) -> 
     return result
 
 
+def reduce_alone(rank: Any, seed: int, tokens: Tensor, targets: Tensor) -> Recording:
+    """What a backward of a float32 model sends with a reduce_dtype alone."""
+    sharded = rank.submission.FullySharded(build(short_gpt, seed).to(rank.device), rank.group, **ALONE)
+    loss = sharded(tokens, targets)[1]
+    with rank.record() as recording:
+        loss.backward()
+    return recording
+
+
 def observe(trial: Trial) -> SimpleNamespace:
     numbers = seeds(trial)
     data = [(trial.tokens(SHORT.vocab_size, 2, 4), trial.tokens(SHORT.vocab_size, 2, 4)) for _ in numbers]
@@ -59,6 +70,7 @@ def observe(trial: Trial) -> SimpleNamespace:
         how: run(trial, step_in, per_rank=[(s, how, *d) for s, d in zip(numbers, data, strict=True)])
         for how in SETTINGS
     }
+    alone = run(trial, reduce_alone, per_rank=[(numbers[0], *batch) for batch in data])
     gradients, losses = [], []
     for batch in data:
         model = build(short_gpt, numbers[0]).to(torch.bfloat16)
@@ -77,7 +89,13 @@ def observe(trial: Trial) -> SimpleNamespace:
             return other.to(torch.bfloat16)(*data[rank])[1].item()
 
     return SimpleNamespace(
-        results=results, model=model, start=weights(model), mean=mean, losses=losses, loss_of=loss_of
+        results=results,
+        alone=alone,
+        model=model,
+        start=weights(model),
+        mean=mean,
+        losses=losses,
+        loss_of=loss_of,
     )
 
 
@@ -177,8 +195,7 @@ def each_travels_in_its_dtype(trial: Trial) -> None:
                 help="gradient.to(reduce_dtype) before the reduce-scatter; without one, as it is.",
                 rank=r,
             )
-            kinds = ("reduce_scatter", "all_reduce", "reduce")
-            reduced = [e for kind in kinds for e in recording.select(kind, "backward")]
+            reduced = [e for kind in REDUCTIONS for e in recording.select(kind, "backward")]
             narrow = [e for e in reduced if e.dtype == "bfloat16"]
             trial.require(
                 how != "both" or not narrow,
@@ -187,3 +204,13 @@ def each_travels_in_its_dtype(trial: Trial) -> None:
                 rank=r,
                 cause=f"{len(narrow)} of {len(reduced)} reductions are in bfloat16",
             )
+    for r, recording in enumerate(seen.alone):
+        reduced = [e for kind in REDUCTIONS for e in recording.select(kind)]
+        wide = [e for e in reduced if e.dtype != "bfloat16" and e.num_bytes > SMALL]
+        trial.require(
+            not wide,
+            f"with reduce_dtype=bfloat16 alone, backward sends {told_events(wide)}: 2 bytes a number are due",
+            help="gradient.to(reduce_dtype) before the reduce-scatter, whether param_dtype is given or not.",
+            rank=r,
+            cause="with param_dtype given as well, gradients are summed in reduce_dtype",
+        )

@@ -27,6 +27,7 @@ def mix(rank: Any, tensors: list[Tensor], low: bool) -> dict:
         "values": [copy.double() for copy in copies(given)],
         "recording": recording,
         "device": rank.device.type,
+        "reduce_dtype": str(getattr(unit, "reduce_dtype", None)),
     }
     unit.free()
     result["left"] = [p.untyped_storage().nbytes() for p in given]
@@ -55,6 +56,12 @@ def short(dtypes: list[str]) -> str:
 def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gathered: Any) -> None:
     own = [str(tensor.dtype) for tensor in tensors]
     for r, result in enumerate(results):
+        trial.require(
+            result["reduce_dtype"] == "None",
+            f"no reduce_dtype was given, and unit.reduce_dtype is {result['reduce_dtype']}",
+            help="Keep what was given, None too: reduce_gradients then sums gradients in their own dtype.",
+            rank=r,
+        )
         found = result["shards"]
         trial.require(
             found == own or sorted(found) != sorted(own),

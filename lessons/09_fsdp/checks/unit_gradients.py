@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import CheckEnded, Trial, check, exercise, is_close
+from grader.checks import CheckEnded, Recording, Trial, check, exercise, is_close
 
 from .units import FROZEN, SHAPES, draw_tensors, make_parameters, whole_gradients
 from .wire import SMALL, travelled
@@ -329,6 +329,17 @@ def keeps_digits(rank: Any, unit: Any, given: list[Tensor]) -> bool:
     return all(x is None or torch.equal(x, third) for x, third in zip(after, thirds, strict=True))
 
 
+def narrowed(rank: Any, tensors: list[Tensor], gradients: list[Tensor]) -> Recording:
+    """What travels where gradients in HIGH are to be summed in LOW."""
+    given = make_parameters(tensors, rank.device)
+    unit = rank.submission.ShardedUnit(given, rank.group, reduce_dtype=LOW)
+    unit.gather()
+    give(given, [gradient.to(HIGH) for gradient in gradients])
+    with rank.record() as recording:
+        rank.submission.reduce_gradients(unit)
+    return recording
+
+
 def reduce_low(rank: Any, tensors: list[Tensor], gradients: list[Tensor], high: bool) -> dict:
     given = make_parameters(tensors, rank.device)
     unit = rank.submission.ShardedUnit(
@@ -352,6 +363,7 @@ def reduce_low(rank: Any, tensors: list[Tensor], gradients: list[Tensor], high: 
         "recording": recording,
         "dtypes": dtypes,
         "keeps": keeps,
+        "narrowed": narrowed(rank, tensors, gradients) if high else None,
     }
 
 
@@ -394,6 +406,14 @@ def sums_are_in_reduce_dtype(trial: Trial) -> None:
                 rank=r,
                 cause="it was added up in the dtype of the mean" if dtype == LOW else "",
             )
+    for r, result in enumerate(seen.results[str(HIGH)]):
+        kinds = {e.dtype for e in result["narrowed"].events if e.num_bytes > 8}
+        trial.require(
+            kinds == {"bfloat16"},
+            f"with reduce_dtype=bfloat16, gradients in float32 travelled in {', '.join(sorted(kinds))}",
+            help="gradient.to(reduce_dtype), whichever of the two has more digits: half the bytes.",
+            rank=r,
+        )
     for i, shape in enumerate(SHAPES):
         own = by_parameter(seen.gradients, i).double()
         trial.close(
