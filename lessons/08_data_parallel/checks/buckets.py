@@ -60,12 +60,24 @@ class Halves(nn.Module):
 OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
 
-def fill_other_dtypes(rank: Any, x: Tensor) -> list[Recording]:
-    """The chain in each of these dtypes, with room for two gradients."""
-    return [
-        step_of(rank, build(chain, 1).to(dtype), x.to(dtype), 2 * dtype.itemsize // 4)
-        for dtype in OTHER_DTYPES
-    ]
+def fill_other_dtypes(rank: Any, x: Tensor) -> list[dict]:
+    """The chain in each of these dtypes, with room for two gradients; one number on rank 0 is infinite."""
+    if rank.rank == 0:
+        x[0, 0] = torch.inf
+    found = []
+    for dtype in OTHER_DTYPES:
+        model = build(chain, 1).to(dtype)
+        recording = step_of(rank, model, x.to(dtype), 2 * dtype.itemsize // 4)
+        gradient = model[0][0].weight.grad
+        found.append(
+            {"recording": recording, "finite": gradient is not None and bool(gradient.isfinite().all())}
+        )
+    return found
+
+
+def observe_other_dtypes(trial: Trial) -> list[list[dict]]:
+    x = [(trial.normal(4, 16, dtype=torch.float64),) for _ in range(trial.num_ranks)]
+    return trial.run(fill_other_dtypes, per_rank=x)
 
 
 def fill_halves(rank: Any, x: Tensor) -> Recording:
@@ -208,9 +220,9 @@ def gradients_travel_in_buckets(trial: Trial) -> None:
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def bytes_are_those_of_the_dtype(trial: Trial) -> None:
     """Gradients in float64 fill a bucket with half as many elements; those in 16 bits stay in 16 bits."""
-    x = [(trial.normal(4, 16, dtype=torch.float64),) for _ in range(trial.num_ranks)]
-    for r, recordings in enumerate(trial.run(fill_other_dtypes, per_rank=x)):
-        for dtype, recording in zip(OTHER_DTYPES, recordings, strict=True):
+    for r, result in enumerate(trial.once(observe_other_dtypes)):
+        for dtype, each in zip(OTHER_DTYPES, result, strict=True):
+            recording = each["recording"]
             size, room = GRADIENT_BYTES * dtype.itemsize // 4, 2 * dtype.itemsize // 4
             large = [e for e in recording.select("all_reduce") if e.num_bytes >= size]
             sizes, told = [e.num_bytes for e in large], str(dtype).removeprefix("torch.")
@@ -233,6 +245,19 @@ def bytes_are_those_of_the_dtype(trial: Trial) -> None:
                 if len(sizes) == -(-6 // room)
                 else "",
             )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def what_is_infinite_is_not_hidden(trial: Trial) -> None:
+    """Where a number on one rank is infinite, no rank has a finite mean gradient: a scaler looks for that."""
+    for r, result in enumerate(trial.once(observe_other_dtypes)):
+        trial.require(
+            not any(each["finite"] for each in result),
+            "an input of rank 0 is infinite, and the mean gradient of what it is multiplied by is finite",
+            cause="infinity and NaN are replaced, as nan_to_num and clamp do, and nobody learns of them",
+            help="Leave them: who steps looks whether a gradient is finite, and leaves the batch out.",
+            rank=r,
+        )
 
 
 UNEQUAL = (3, 2, 1, 5, 3, 2, 1)
@@ -463,7 +488,7 @@ def run_ahead(rank: Any, x: Tensor) -> dict:
         ran_ahead = rank.hears(["rank 0 is through"], 1.5)
     loss.backward()
     wrapped.finish_gradient_synchronization()
-    return {"ran_ahead": ran_ahead}
+    return {"ran_ahead": ran_ahead, "reached": x.grad is not None}
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
@@ -473,6 +498,12 @@ def backward_does_not_wait_for_other_ranks(trial: Trial) -> None:
         results = trial.run(run_ahead, per_rank=[(trial.normal(4, 16),) for _ in range(2)])
         if results[-1]["ran_ahead"]:
             return
+    trial.require(
+        all(result["reached"] for result in results),
+        "the input asks for a gradient, and backward has not brought it one",
+        cause="what the module was called with is not what forward was given: it was detached, or copied",
+        help="return self.module(*args, **kwargs): a layer in front of the module learns through its input.",
+    )
     trial.wrong(
         "rank 0's backward did not get through before rank 1 began its own: the hooks wait for the "
         "all-reduce",

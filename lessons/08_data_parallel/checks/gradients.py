@@ -358,19 +358,27 @@ def average_two(rank: Any, narrow: Tensor, wide: Tensor) -> list[Tensor]:
 
 
 def average_opposites(rank: Any) -> dict:
-    """The means of a weight whose gradients cancel out, and of a bias whose gradients do not."""
+    """The means of a weight whose gradients cancel out, and of a bias whose gradients do not.
+
+    One of these is infinite, on the first rank.
+    """
     model = nn.Linear(3, 2).to(rank.device)
     n, r = rank.group.size(), rank.rank
     model.weight.grad = torch.full_like(model.weight, (r == 0) - float(r == n - 1))
     model.bias.grad = torch.ones_like(model.bias)
+    model.bias.grad[0] = torch.inf if r == 0 else 1.0
     rank.submission.all_reduce_gradients(model, rank.group)
     return gradients(model)
+
+
+def observe_opposites(trial: Trial) -> list[dict]:
+    return trial.run(average_opposites)
 
 
 @check("all_reduce_gradients")
 def a_mean_of_zero_is_a_gradient(trial: Trial) -> None:
     """Where the ranks' gradients cancel out, the mean is zero, and not None: AdamW's decay goes by that."""
-    for r, found in enumerate(trial.run(average_opposites)):
+    for r, found in enumerate(trial.once(observe_opposites)):
         trial.require(
             found["weight"] is not None,
             "the ranks' gradients of a weight cancel out, and its .grad is None",
@@ -381,6 +389,20 @@ def a_mean_of_zero_is_a_gradient(trial: Trial) -> None:
             rank=r,
         )
         trial.close("a mean of gradients that cancel out", found["weight"], torch.zeros(2, 3), rtol=0.0)
+
+
+@check("all_reduce_gradients")
+def what_is_infinite_stays_infinite(trial: Trial) -> None:
+    """Where a rank's gradient is infinite, so is the mean on all ranks: a scaler of losses looks for that."""
+    for r, found in enumerate(trial.once(observe_opposites)):
+        finite = found["bias"] is not None and bool(found["bias"].isfinite().all())
+        trial.require(
+            not finite,
+            "the first rank's gradient of a bias is infinite, and the mean is finite",
+            cause="infinity and NaN are replaced, as nan_to_num and clamp do, and nobody learns of them",
+            help="Leave it: who steps looks whether a gradient is finite, and leaves the batch out.",
+            rank=r,
+        )
 
 
 @check("all_reduce_gradients", world_sizes=(2,), subgroup=False, optional=True)

@@ -4,9 +4,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from grader.checks import Fault, Trial, check
+from grader.checks import Fault, Trial, check, is_close
 
 from .means import BOTH, expected_gradients
 from .models import by_rank
@@ -199,6 +200,44 @@ def no_sync_is_of_one_module(trial: Trial) -> None:
     help = "Whether it is on belongs to self: what is set on the class, or is global, is everybody's."
     seen = trial.once(observe_another)
     require_gradients(trial, seen, "after a pass inside another module's no_sync()", switched_off_too, help)
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def a_pass_is_of_one_module(trial: Trial) -> None:
+    """One backward through two wrapped modules: finish_… of each of them puts its own means into .grad."""
+    seen, n = trial.once(observe_another), trial.num_ranks
+    help = "What is pending, ready or sent belongs to self: keep nothing of it on the class, or in a global."
+    right = all(
+        found is not None and is_close(found, seen.expected[name])
+        for name in trained(seen)
+        for found in by_rank(seen.results, "together", name)
+    )
+    for r, result in enumerate(seen.results):
+        for name, gradient in [*result["together"].items(), *result["beside"].items()]:
+            trial.require(
+                gradient is not None or name == "frozen.weight",
+                f"after a backward through two wrapped modules, and finish_… of both, {name} has no .grad",
+                cause="it is of the module whose finish_… came second; what the first one's put back is right"
+                if right
+                else "",
+                help=help,
+                rank=r,
+            )
+    for name in trained(seen):
+        trial.close(
+            f"the gradient of {name} after a backward through another module, too",
+            by_rank(seen.results, "together", name),
+            seen.expected[name],
+            help=help,
+        )
+    for name, mean in (("layer.weight", 2.0 * (n + 1)), ("layer.bias", 4.0)):
+        found = by_rank(seen.results, "beside", name)
+        trial.close(
+            f"the gradient of the second module's {name} after a backward through both",
+            found,
+            torch.full_like(found[0], mean),
+            help=help,
+        )
 
 
 def still_on(seen: SimpleNamespace, name: str) -> dict[str, Any]:

@@ -70,15 +70,16 @@ def passes(
     """Backward passes of the awkward model; `quiet` passes are inside no_sync().
 
     Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves each of
-    them. With `other`, the passes that are not quiet are inside the no_sync() of another module. With
-    `cleared`, every pass is a step of its own: gradients are None when it begins; with `between`, too, they
-    are cleared when its forward is over.
+    them. With `other`, the passes that are not quiet are inside the no_sync() of another module, and one more
+    backward goes through both. With `cleared`, every pass is a step of its own: gradients are None when it
+    begins; with `between`, too, they are cleared when its forward is over.
     """
     model = build(Mixed, seed).to(rank.device)
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=bucket_bytes)
     after = []
     if other:
-        beside = rank.submission.DataParallel(build(Skipping, seed).to(rank.device), rank.group)
+        second = build(Skipping, seed).to(rank.device)
+        beside = rank.submission.DataParallel(second, rank.group)
     with rank.record() as recording:
         for number, (silent, (tokens, targets, order)) in enumerate(zip(quiet, batches, strict=True)):
             recording.mark(INSIDE if silent else "synchronised")
@@ -106,7 +107,15 @@ def passes(
                     recording.mark(FINISH)
                     wrapped.finish_gradient_synchronization()
             after.append(gradients(model))
-    return {"gradients": after[-1], "after": after, "recording": recording}
+    result = {"gradients": after[-1], "after": after, "recording": recording}
+    if other:
+        wrapped.zero_grad()
+        y = beside(torch.full((4, 7), rank.rank + 1.0, device=rank.device), True)
+        (F.cross_entropy(wrapped(tokens, order), targets) + y.sum()).backward()
+        wrapped.finish_gradient_synchronization()
+        beside.finish_gradient_synchronization()
+        result |= {"together": gradients(model), "beside": gradients(second)}
+    return result
 
 
 def observe_passes(
