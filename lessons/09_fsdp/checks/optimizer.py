@@ -344,6 +344,42 @@ def a_step_starts_from_the_weights_that_are_there(trial: Trial) -> None:
         )
 
 
+LARGE_BYTES = 10 * 2**20
+"""Of a parameter: two of them are in one bucket of PyTorch's 25 MiB, and the third is in the next."""
+
+
+def step_large(rank: Any, gradient: float) -> list[list[Tensor]]:
+    """Both ends of three parameters, after a step of SGD on gradients that are the same number everywhere."""
+    parameters = [nn.Parameter(torch.zeros(LARGE_BYTES // 4, device=rank.device)) for _ in range(3)]
+    optimizer = rank.submission.ShardedOptimizer(parameters, SGD, rank.group, lr=1.0)
+    optimizer.zero_grad()
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.step()
+    return [[parameter.detach()[0].clone(), parameter.detach()[-1].clone()] for parameter in parameters]
+
+
+@check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
+def all_buckets_are_trained(trial: Trial) -> None:
+    """Three parameters of 10 MiB, more than a bucket holds: a step moves every one of them, at both ends."""
+    found = trial.run(step_large, per_rank=[(float(r + 1),) for r in range(trial.num_ranks)])
+    right, stayed = torch.full((2,), -(trial.num_ranks + 1) / 2), torch.zeros(2)
+    ends = [[torch.stack(result[i]) for result in found] for i in range(3)]
+    some = any(bool(end.all()) for each in ends for end in each)
+    for i, each in enumerate(ends):
+        trial.close(
+            f"the first and the last number of parameter {i} of three of 10 MiB, after a step of SGD",
+            each,
+            right,
+            alternatives={LEFT_OUT: stayed} if some else {},
+            help="A function that is made in a loop finds the loop's variables as they are by then: "
+            "hand the bucket over to it, or use what it brings in the same round.",
+        )
+
+
+LEFT_OUT = "it did not move, and another parameter did: is it in a bucket that is left out?"
+
+
 def measure(rank: Any, seed: int, steps: list[Tensor]) -> dict:
     """Two steps of AdamW and one more backward; bytes alive then, with the model and everything in it."""
     with rank.record(memory=True) as recording:

@@ -118,6 +118,9 @@ def require_state(trial: Trial, key: str) -> None:
     wrong["P // n is a whole number, rounded before it is multiplied: divide with /"] = lambda p, n, s: (
         per_parameter * (p // n if s >= first else p)
     )
+    wrong["P/n is rounded up before it is multiplied: divide with /"] = lambda p, n, s: (
+        per_parameter * (-(-p // n) if s >= first else p)
+    )
     wrong[f"only one rank's neighbours were counted: a share is 1/n of the {key}"] = lambda p, n, s: (
         per_parameter * p * ((n - 1) / n if s >= first else 1)
     )
@@ -222,6 +225,15 @@ def require_elements(trial: Trial, key: str, help: str) -> None:
         ),
         "stage 3 gathers the weights twice: forward and backward": lambda p, n, s: (
             min(1, times[s]) * once_round(p, n, s)
+        ),
+        "P/n is rounded up before it is multiplied: divide with /": lambda p, n, s: (
+            times[s] * -(-p // n) * (n - 1)
+        ),
+        "stage 2 counts once more than it should": lambda p, n, s: (
+            (times[s] + (s == 2)) * once_round(p, n, s)
+        ),
+        "stage 3 counts once more than it should": lambda p, n, s: (
+            (times[s] + (s == 3)) * once_round(p, n, s)
         ),
     }
     for last in (1, 2, 3):
