@@ -103,6 +103,7 @@ def reference_weights(
     clip: bool = True,
     times: float = 1.0,
     step_on_zero: bool = False,
+    scale_up: bool = False,
 ) -> list[dict[str, Tensor]]:
     """The weights after each step, as one process would have them, or one that does something else."""
     model = build(Regression, seen.seed).double()
@@ -124,7 +125,9 @@ def reference_weights(
             together = [[p] for p in model.parameters()] if clip_each else [list(model.parameters())]
             together = [optimizer.param_groups[0]["params"]] if clip_first_group else together
             for parameters in together if clip else ():
-                nn.utils.clip_grad_norm_(parameters, 1.0)
+                norm = nn.utils.clip_grad_norm_(parameters, 1.0).clamp(max=1.0)
+                for parameter in parameters if scale_up else ():
+                    parameter.grad /= norm
             optimizer.step()
         elif step_on_zero:
             for parameter in model.parameters():
@@ -199,13 +202,21 @@ def other_weights(seen: SimpleNamespace) -> dict[str, list[dict[str, Tensor]]]:
             "clip_first_group": True
         },
         "the gradient of the steps before is still there: zero_grad() comes first": {"forget": False},
-        "the step of the gradients' sum: divide by the number of ranks": {"times": len(seen.results)},
+        OF_THE_SUM: {"times": len(seen.results)},
+        SCALED_UP: {"scale_up": True},
         "the step of gradients that were not clipped": {"clip": False},
         STEPPED_ON_ZERO: {"step_on_zero": True},
     }
     return {told: reference_weights(seen, **way) for told, way in ways.items()}
 
 
+OF_THE_SUM = "the step of the gradients' sum: divide by the number of ranks"
+SCALED_UP = "the gradient was scaled up to norm 1: one that is shorter stays as it is"
+OF_EITHER = (
+    "the step of the gradients' sum, clipped to norm 1, or of their mean, scaled up to it: divide by the "
+    "number of ranks, and scale what is longer than 1 alone"
+)
+"""What tells the sum and the mean apart is lost where the sum is longer than 1."""
 STEPPED_ON_ZERO = (
     "a broken batch was a step with gradients of zero: weight decay and momentum move weights all the same"
 )
@@ -216,6 +227,9 @@ def _at(
 ) -> dict[str, Tensor]:
     """What a weight is after a step, by slip."""
     found = {cause: weights[step][name] for cause, weights in others().items()}
+    if torch.allclose(found[OF_THE_SUM], found[SCALED_UP]):
+        found[OF_EITHER] = found.pop(OF_THE_SUM)
+        del found[SCALED_UP]
     return {"what it was before the step": before[name], **found}
 
 

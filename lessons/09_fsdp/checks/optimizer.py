@@ -348,23 +348,33 @@ LARGE_BYTES = 10 * 2**20
 """Of a parameter: two of them are in one bucket of PyTorch's 25 MiB, and the third is in the next."""
 
 
-def step_large(rank: Any, gradient: float) -> list[list[Tensor]]:
-    """Both ends of three parameters, after a step of SGD on gradients that are the same number everywhere."""
+def step_large(rank: Any, gradient: float) -> dict:
+    """Both ends of three parameters, after a step of SGD on gradients that are the same number everywhere.
+
+    But for one number on rank 0, which is infinite, and whether what comes of it is finite.
+    """
     parameters = [nn.Parameter(torch.zeros(LARGE_BYTES // 4, device=rank.device)) for _ in range(3)]
     optimizer = rank.submission.ShardedOptimizer(parameters, SGD, rank.group, lr=1.0)
     optimizer.zero_grad()
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, gradient)
+    if rank.rank == 0:
+        parameters[0].grad[1] = torch.inf
     optimizer.step()
-    return [[parameter.detach()[0].clone(), parameter.detach()[-1].clone()] for parameter in parameters]
+    after = [parameter.detach() for parameter in parameters]
+    ends = [torch.stack([each[0], each[-1]]) for each in after]
+    return {"ends": ends, "finite": bool(after[0][1].isfinite())}
+
+
+def observe_large(trial: Trial) -> list[dict]:
+    return trial.run(step_large, per_rank=[(float(r + 1),) for r in range(trial.num_ranks)])
 
 
 @check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
 def all_buckets_are_trained(trial: Trial) -> None:
     """Three parameters of 10 MiB, more than a bucket holds: a step moves every one of them, at both ends."""
-    found = trial.run(step_large, per_rank=[(float(r + 1),) for r in range(trial.num_ranks)])
     right, stayed = torch.full((2,), -(trial.num_ranks + 1) / 2), torch.zeros(2)
-    ends = [[torch.stack(result[i]) for result in found] for i in range(3)]
+    ends = [[result["ends"][i] for result in trial.once(observe_large)] for i in range(3)]
     some = any(bool(end.all()) for each in ends for end in each)
     for i, each in enumerate(ends):
         trial.close(
@@ -374,6 +384,19 @@ def all_buckets_are_trained(trial: Trial) -> None:
             alternatives={LEFT_OUT: stayed} if some else {},
             help="A function that is made in a loop finds the loop's variables as they are by then: "
             "hand the bucket over to it, or use what it brings in the same round.",
+        )
+
+
+@check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
+def what_is_infinite_is_not_hidden(trial: Trial) -> None:
+    """A number whose gradient is infinite on one rank ends as no finite number: nothing is replaced."""
+    for r, result in enumerate(trial.once(observe_large)):
+        trial.require(
+            not result["finite"],
+            "the gradient of a number is infinite on rank 0, and a step of SGD leaves it finite",
+            cause="infinity and NaN are replaced, as nan_to_num and clamp do, and nobody learns of them",
+            help="Leave them: who steps looks whether a gradient is finite, and leaves the batch out.",
+            rank=r,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import CheckEnded, Recording, Trial, check, exercise, is_close
+from grader.checks import CheckEnded, Trial, check, exercise, is_close
 
 from .units import FROZEN, SHAPES, draw_tensors, make_parameters, whole_gradients
 from .wire import SMALL, travelled
@@ -329,15 +329,21 @@ def keeps_digits(rank: Any, unit: Any, given: list[Tensor]) -> bool:
     return all(x is None or torch.equal(x, third) for x, third in zip(after, thirds, strict=True))
 
 
-def narrowed(rank: Any, tensors: list[Tensor], gradients: list[Tensor]) -> Recording:
-    """What travels where gradients in HIGH are to be summed in LOW."""
+def narrowed(rank: Any, tensors: list[Tensor], gradients: list[Tensor]) -> dict:
+    """What travels where gradients in HIGH are to be summed in LOW, and whether all means are finite.
+
+    One number on rank 0 is not.
+    """
     given = make_parameters(tensors, rank.device)
     unit = rank.submission.ShardedUnit(given, rank.group, reduce_dtype=LOW)
     unit.gather()
     give(given, [gradient.to(HIGH) for gradient in gradients])
+    if rank.rank == 0:
+        given[-1].grad[0, 0] = torch.inf
     with rank.record() as recording:
         rank.submission.reduce_gradients(unit)
-    return recording
+    finite = all(shard.grad is None or bool(shard.grad.isfinite().all()) for shard in unit.shards)
+    return {"recording": recording, "finite": finite}
 
 
 def reduce_low(rank: Any, tensors: list[Tensor], gradients: list[Tensor], high: bool) -> dict:
@@ -379,6 +385,18 @@ def observe_low(trial: Trial) -> SimpleNamespace:
 
 
 @check("reduce_gradients", world_sizes=(2, 3), subgroup=False)
+def what_is_infinite_stays_infinite(trial: Trial) -> None:
+    """Where a number is infinite in a rank's gradient, so is its mean: a scaler of losses looks for that."""
+    results = trial.once(observe_low).results[str(HIGH)]
+    trial.require(
+        not all(result["narrowed"]["finite"] for result in results),
+        "a number of rank 0's gradient is infinite, and on all ranks all means are finite",
+        cause="infinity and NaN are replaced, as nan_to_num and clamp do, and nobody learns of them",
+        help="Leave them: who steps looks whether a gradient is finite, and leaves the batch out.",
+    )
+
+
+@check("reduce_gradients", world_sizes=(2, 3), subgroup=False)
 def sums_are_in_reduce_dtype(trial: Trial) -> None:
     """Gradients are summed in the unit's reduce_dtype, or as they are; means have the shards' dtype."""
     seen = trial.once(observe_low)
@@ -407,7 +425,7 @@ def sums_are_in_reduce_dtype(trial: Trial) -> None:
                 cause="it was added up in the dtype of the mean" if dtype == LOW else "",
             )
     for r, result in enumerate(seen.results[str(HIGH)]):
-        kinds = {e.dtype for e in result["narrowed"].events if e.num_bytes > 8}
+        kinds = {e.dtype for e in result["narrowed"]["recording"].events if e.num_bytes > 8}
         trial.require(
             kinds == {"bfloat16"},
             f"with reduce_dtype=bfloat16, gradients in float32 travelled in {', '.join(sorted(kinds))}",
