@@ -107,9 +107,8 @@ def slips(parameters: int, flops: float, speed: float, element_bytes: int = 2) -
     }
     rounded = {told: math.ceil(number) for told, number in known.items()}
     return rounded | {
-        "a little is taken off before it is rounded up: one token too few, just above a whole number": (
-            math.ceil(t - Fraction(1, 10**6))
-        ),
+        "one token too few, just above a whole number: a little is taken off before it is rounded up, or the "
+        "quotient has few digits, as in float32": math.ceil(t - Fraction(1, 10**6)),
         "rounded down: with so few tokens backward ends before the all-reduce": math.floor(t),
         "rounded to the nearest whole number: where that is below, backward ends first": round(t),
         "always one more: where the times are equal, the all-reduce is hidden": math.floor(t) + 1,

@@ -63,6 +63,13 @@ def observe_even(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(sizes=[b], targets=targets, results=run_cut(trial, [rows, targets]))
 
 
+def cut_view(rank: Any, batch: Tensor) -> Tensor | None:
+    """The share of a batch that lies in a larger tensor, without its first and last column."""
+    larger = torch.nn.functional.pad(batch, (1, 1), value=-1)
+    share = rank.submission.shard_batch(larger[:, 1:-1], rank.group)
+    return share.clone() if isinstance(share, Tensor) else None
+
+
 def observe_numbers(trial: Trial) -> list[dict]:
     """A batch of 2n rows, and a number for each of them."""
     rows = numbered(2 * trial.num_ranks)
@@ -254,6 +261,21 @@ def inputs_and_targets_are_cut_alike(trial: Trial) -> None:
         [r["shares"][0][:, 0] for r in results],
         rtol=0.0,
         help="Rows are dimension 0, whichever dimensions come after it, or none.",
+    )
+
+
+@check("shard_batch", world_sizes=(2,), subgroup=False)
+def a_batch_may_be_a_view(trial: Trial) -> None:
+    """A batch that is a part of a larger tensor, as tokens[:, :-1] is, is cut at the same rows."""
+    seen = trial.once(observe_even)
+    require_rows(trial, seen)
+    trial.close(
+        "the share of a batch that is a part of a larger tensor",
+        trial.run(cut_view, numbered(seen.sizes[0])),
+        [result["shares"][0] for result in seen.results],
+        rtol=0.0,
+        help="Index the tensor: a slice knows where its rows lie in memory, and here they do not lie end to "
+        "end.",
     )
 
 
