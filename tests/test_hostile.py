@@ -153,6 +153,7 @@ REPLACING = {
     """,
     "random.Random.uniform": "import random; random.Random.uniform = lambda *a: 0.0",
     "sys._getframe": "before = sys._getframe; sys._getframe = lambda depth=0: before(depth + 1)",
+    "torch.set_default_dtype": "torch.set_default_dtype(torch.float64)",
     "weakref.ref": "import weakref; weakref.ref = lambda thing, *a: lambda: thing",
     "torch.equal": """
         import grader.beside.tampering

@@ -68,6 +68,8 @@ No optimizer, since torch itself gives these classes another `step` when the fir
 SINGLE_TOOLS = ((sys, "_getframe"), (random, "Random"))
 """Of modules that programs change for honest reasons, such as to see more of an exception."""
 OF_OBJECTS = ": give objects of yours another one, and not their class"
+DEFAULT_DTYPE = "torch's default dtype, with torch.set_default_dtype: give the tensors that you make a dtype"
+"""What a torch.Storage tells that is another one."""
 MODEL = "nanogpt.model"
 OURS = ("grader.", MODEL)
 HARMLESS = {"print", "input", "breakpoint", "__repr__", "__str__", "__format__"}
@@ -191,6 +193,8 @@ class Place:
     def _called(self, name: str) -> str:
         module = "" if isinstance(self.owner, types.ModuleType) else f"{self.owner.__module__}."
         called = f"{module}{getattr(self.owner, '__qualname__', self.owner.__name__)}.{name}"
+        if called == "torch.Storage":
+            return DEFAULT_DTYPE
         is_layer = isinstance(self.owner, type) and issubclass(self.owner, nn.Module)
         return called + (OF_OBJECTS if is_layer and self.owner is not nn.Module else "")
 
