@@ -57,7 +57,7 @@ def require_dtypes(trial: Trial, results: list[dict], tensors: list[Tensor], gat
     own = [str(tensor.dtype) for tensor in tensors]
     for r, result in enumerate(results):
         trial.require(
-            result["reduce_dtype"] == "None",
+            result["reduce_dtype"] in ("None", str(gathered)),
             f"no reduce_dtype was given, and unit.reduce_dtype is {result['reduce_dtype']}",
             help="Keep what was given, None too: reduce_gradients then sums gradients in their own dtype.",
             rank=r,
