@@ -19,7 +19,7 @@ def in_evaluation(module: nn.Module, x: Tensor, upstream: Tensor | None = None) 
     """
     module.eval()
     module.zero_grad()
-    seen = {"silent": without_gradients(module, x.detach())}
+    seen = in_silence(module, x.detach())
     if upstream is not None:
         leaf = x.detach().clone().requires_grad_()
         y = module(leaf)
@@ -65,6 +65,26 @@ def without_gradients(call: Callable[..., Any], *given: object) -> Any:
         return _kept(call(*given))
 
 
+def in_silence(call: Callable[..., Any], *given: Any) -> dict:
+    """On a rank: what a call returns under no_grad, and which of the tensors that it is given it changes."""
+    before = {i: x.clone() for i, x in enumerate(given, start=1) if isinstance(x, Tensor)}
+    silent = without_gradients(call, *given)
+    changed = [f"argument {i}" for i, was in before.items() if not torch.equal(given[i - 1], was)]
+    return {"silent": silent, "changed": changed}
+
+
+def stay_in_silence(trial: Trial, found: list[dict]) -> None:
+    """What `in_silence` has found by rank: nothing that was given is changed."""
+    for rank, each in enumerate(found):
+        trial.require(
+            not each["changed"],
+            f"changed by a call in evaluation, under no_grad: {', '.join(each['changed'])}",
+            help="What a call is given is in use elsewhere in evaluation, too, as in a residual connection: "
+            "work on a copy, whether somebody wants gradients or not.",
+            rank=rank,
+        )
+
+
 def _kept(output: Any) -> Any:
     """A copy of what a call returned; what is no tensor stays what it is, and the checks say so."""
     if isinstance(output, tuple):
@@ -79,8 +99,9 @@ def evaluates_alike(trial: Trial, results: list[dict], kind: str = "") -> None:
     """Under no_grad and in eval mode a rank has what it had in training.
 
     Each result has `output`, perhaps `gradient` and `gradients`, and under `evaluation` what
-    `in_evaluation` saw; what is wrong in training is another check's.
+    `in_evaluation` or `in_silence` saw; what is wrong in training is another check's.
     """
+    stay_in_silence(trial, [result["evaluation"] for result in results])
     told = f" ({kind})" if kind else ""
     for key, what, same_as in (
         ("output", "the output in eval mode", "output"),

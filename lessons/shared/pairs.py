@@ -1,5 +1,6 @@
 """Functions of a tensor and a group, of which the forward or the backward communicates."""
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from grader.checks import BACKWARD, Trial, backward, each_rank, is_close
 
 from .cut_gpt import local
-from .evaluation import evaluates_alike, without_gradients
+from .evaluation import evaluates_alike, in_silence, noted
 from .results import overwritten, results_stay
 from .wire import lie_in_one_piece
 
@@ -44,7 +45,8 @@ def one_pair(rank, function: Callable, x: Tensor, upstream: Tensor, transposed: 
     leaf = x.clone().requires_grad_()
     handed = leaf * 1.0
     before, given = handed.detach().clone(), upstream.clone()
-    with rank.record() as recording:
+    told = noted("x was a single number, without dimensions") if x.dim() == 0 else contextlib.nullcontext()
+    with told, rank.record() as recording:
         y = function(handed, rank.group)
         after_forward = handed.detach().clone()
         recording.mark(BACKWARD)
@@ -74,8 +76,8 @@ def twice_probe(rank, name: str, x: Tensor, upstream: Tensor) -> list[str]:
 
 
 def quiet_probe(rank, name: str, x: Tensor) -> dict:
-    """What a function returns under no_grad."""
-    return {"silent": without_gradients(getattr(rank.submission, name), x, rank.group)}
+    """What a function returns under no_grad, and whether it changes x."""
+    return in_silence(getattr(rank.submission, name), x, rank.group)
 
 
 def left_alone(
@@ -150,7 +152,7 @@ class Pairs:
                 left_alone(trial, rank, result, where, cause, "clone() always copies.")
 
     def work_without_gradients(self, trial: Trial, name: str) -> None:
-        """Under no_grad the output is the same."""
+        """Under no_grad the output is the same, and x stays as it is."""
         plain = self.plain(trial, name)
         silent = trial.run(quiet_probe, name, per_rank=[(x,) for x in plain.xs])
         results = [
@@ -165,12 +167,14 @@ class Pairs:
         runs = list(zip(plain.xs, plain.upstreams, strict=True))
         results_stay(trial, trial.run(twice_probe, name, per_rank=runs))
 
-    def take_any_kind(self, trial: Trial, name: str) -> None:
-        """Other dtypes, and tensors that lie differently in memory on different ranks."""
+    def take_any_kind(self, trial: Trial, name: str, more: dict[str, SimpleNamespace] | None = None) -> None:
+        """Other dtypes, tensors that lie differently in memory on different ranks, and `more` cases."""
         plain = self.plain(trial, name)
-        cases = [plain if kind == LAYOUT else self.draw(trial, name, d) for kind, d in KINDS.items()]
-        seen = self._run(trial, name, cases, [kind == LAYOUT for kind in KINDS])
-        for (kind, dtype), case in zip(KINDS.items(), seen, strict=True):
+        cases = {kind: plain if kind == LAYOUT else self.draw(trial, name, d) for kind, d in KINDS.items()}
+        cases |= more or {}
+        seen = self._run(trial, name, list(cases.values()), [kind == LAYOUT for kind in cases])
+        for kind, case in zip(cases, seen, strict=True):
+            dtype = KINDS.get(kind, torch.float32)
             for what, key, right in (
                 ("the output", "output", case.outputs),
                 ("the gradient of x", "gradient", case.gradients),

@@ -23,7 +23,7 @@ from lessons_shared.cut_gpt import (
     own_part,
 )
 from lessons_shared.earlier import by_earlier_counts
-from lessons_shared.evaluation import evaluates_alike, without_gradients
+from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.passes import of_the_loss_alone
 
 from .shared import SIZES
@@ -66,10 +66,9 @@ def one_entropy(rank, case: dict) -> dict:
     except RuntimeError:  # a backward that writes into what it saved may refuse the second time
         again = None
     call = rank.submission.vocab_parallel_cross_entropy
-    silent = without_gradients(call, leaf.detach(), targets, rank.group)
     return {
         "output": loss,
-        "evaluation": {"silent": silent},
+        "evaluation": in_silence(call, leaf.detach(), targets, rank.group),
         "loss": loss,
         "gradient": leaf.grad,
         "again": again,

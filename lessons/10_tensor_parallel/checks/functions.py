@@ -56,19 +56,27 @@ exercise(
 )
 
 
-def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
-    """x and the upstream gradient by rank, alike or different as the contract has it, and what is right."""
+def drawn(
+    trial: Trial, name: str, dtype: torch.dtype = torch.float32, number: bool = False
+) -> SimpleNamespace:
+    """x and the upstream gradient by rank, alike or different as the contract has it, and what is right.
+
+    They are tensors of two or three dimensions, or one `number` without dimensions.
+    """
     n = trial.num_ranks
     width = trial.integer(5, 9)
     shapes = [(trial.integer(3, 4), trial.integer(4, 5)), (trial.integer(12, 15),)]
     shape = shapes[0] if trial.in_full else trial.choice(shapes)
-    large, small = (*shape, n * width), (*shape, width)
+    large, small = (*shape, n * width), () if number else (*shape, width)
+
+    def normal(sizes: tuple) -> Tensor:
+        return trial.normal(*(sizes or (1,)), dtype=torch.float64).to(dtype).view(sizes)
 
     def alike(sizes: tuple) -> list[Tensor]:
-        return [trial.normal(*sizes, dtype=torch.float64).to(dtype)] * n
+        return [normal(sizes)] * n
 
     def different(sizes: tuple) -> list[Tensor]:
-        return [trial.normal(*sizes, dtype=torch.float64).to(dtype) for _ in range(n)]
+        return [normal(sizes) for _ in range(n)]
 
     def summed(tensors: list[Tensor]) -> list[Tensor]:
         return [sum(tensor.double() for tensor in tensors)] * n
@@ -92,6 +100,11 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
 
 
 PAIRS = Pairs(drawn, leading=2)
+
+
+def one_number(trial: Trial, name: str) -> dict[str, SimpleNamespace]:
+    """The case of an x without dimensions, by what is said of it."""
+    return {"a single number": drawn(trial, name, number=True)}
 
 
 @check("copy_to_group")
@@ -151,7 +164,7 @@ def leaves_its_inputs_alone(trial: Trial) -> None:
 @check("copy_to_group", world_sizes=(2, 4), subgroup=False)
 def takes_any_layout_and_dtype(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
-    PAIRS.take_any_kind(trial, "copy_to_group")
+    PAIRS.take_any_kind(trial, "copy_to_group", one_number(trial, "copy_to_group"))
 
 
 @check("copy_to_group", world_sizes=(2,), subgroup=False)
@@ -237,7 +250,7 @@ def leaves_its_inputs_alone_too(trial: Trial) -> None:
 @check("reduce_from_group", world_sizes=(2, 4), subgroup=False)
 def takes_any_layout_and_dtype_too(trial: Trial) -> None:
     """It works for tensors that lie differently in memory on different ranks, and keeps the dtype."""
-    PAIRS.take_any_kind(trial, "reduce_from_group")
+    PAIRS.take_any_kind(trial, "reduce_from_group", one_number(trial, "reduce_from_group"))
 
 
 @check("reduce_from_group", world_sizes=(2,), subgroup=False)

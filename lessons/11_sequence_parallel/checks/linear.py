@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from grader.checks import BACKWARD, CheckEnded, Trial, backward, check, each_rank, exercise, parts
 from lessons_shared.alone import NO_BIAS, tell_cases
-from lessons_shared.evaluation import evaluates_alike, without_gradients
+from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.needed import IN_ORDER, none_is_missing
 from lessons_shared.results import overwritten, results_stay
 
@@ -65,11 +65,9 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
         return rank.submission.gathered_linear(x, weight, bias, rank.group)
 
     there = [tensor for tensor in (x, weight, bias) if tensor is not None]
-
-    silent = without_gradients(rank.submission.gathered_linear, *leaves, rank.group)
     return {
         "output": y,
-        "evaluation": {"silent": silent},
+        "evaluation": in_silence(rank.submission.gathered_linear, *leaves, rank.group),
         "overwritten": overwritten(call, *there, upstream=upstream),
         "x": gradients[0],
         "weight": gradients[1],
