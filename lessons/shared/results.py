@@ -8,24 +8,36 @@ from torch import Tensor
 from grader.checks import Trial
 
 
-def overwritten(call: Callable, *given: Tensor, upstream: Tensor | None = None) -> list[str]:
+def overwritten(call: Callable, *given: Tensor, upstream: Tensor | None = None) -> dict[str, bool]:
     """On a rank, when all else is looked at: what of a call's results a second one of these shapes changes.
 
-    With an upstream gradient, the gradients of what is given are results as well.
+    To each name belongs whether the second call's result lies in the same memory. With an upstream gradient,
+    the gradients of what is given are results as well.
     """
     changed = _changed(call, given, upstream)
     with torch.no_grad():
         quiet = _changed(call, given, None)
-    return changed or [f"{name} (under torch.no_grad())" for name in quiet]
+    return changed or {f"{name} (under torch.no_grad())": shared for name, shared in quiet.items()}
 
 
-def _changed(call: Callable, given: Sequence[Tensor], upstream: Tensor | None) -> list[str]:
+def _changed(call: Callable, given: Sequence[Tensor], upstream: Tensor | None) -> dict[str, bool]:
     first = _results(call, given, upstream)
     before = {name: result.clone() for name, result in first.items()}
-    _results(call, [x.flip(-1) for x in given], None if upstream is None else upstream.flip(-1))
-    return [
-        name for name, was in before.items() if not torch.allclose(first[name], was, 0, 0, equal_nan=True)
-    ]
+    second = _results(call, [x.flip(-1) for x in given], None if upstream is None else upstream.flip(-1))
+    lie_in = {_memory(result) for result in second.values()}
+    return {
+        name: _memory(first[name]) in lie_in
+        for name, was in before.items()
+        if not torch.allclose(first[name], was, 0, 0, equal_nan=True)
+    }
+
+
+def _memory(result: Tensor) -> int:
+    """Where its numbers lie; -1 for what is no plain tensor."""
+    try:
+        return result.untyped_storage().data_ptr()
+    except RuntimeError:
+        return -1
 
 
 def _results(call: Callable, given: Sequence[Tensor], upstream: Tensor | None) -> dict[str, Tensor]:
@@ -44,15 +56,19 @@ def _results(call: Callable, given: Sequence[Tensor], upstream: Tensor | None) -
     return found
 
 
-def results_stay(trial: Trial, by_rank: list[list[str]]) -> None:
+def results_stay(trial: Trial, by_rank: list[dict[str, bool]]) -> None:
     """Require that on every rank `overwritten` found nothing."""
-    for rank, names in enumerate(by_rank):
+    for rank, changed in enumerate(by_rank):
+        shared = all(changed.values())
         trial.require(
-            not names,
-            f"{', '.join(names)} of the first of two calls with tensors of the same shapes changed when the "
-            "second was made",
-            cause="a buffer that is kept between calls is handed out",
+            not changed,
+            f"{', '.join(changed)} of the first of two calls with tensors of the same shapes changed when "
+            "the second was made",
+            cause="a buffer that is kept between calls is handed out" if shared else "",
             help="Return a new tensor from each call: the results of several are in use at the same time, as "
-            "those of a model's layers are.",
+            "those of a model's layers are."
+            if shared
+            else "The second's lies elsewhere in memory. Was the first's still being filled, by a collective "
+            "that nobody waited for? Or does the call write into a tensor that it has returned before?",
             rank=rank,
         )
