@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grader.checks import Fault, Trial, is_close
-from lessons_shared.evaluation import without_gradients
+from lessons_shared.evaluation import in_silence, noted
 from lessons_shared.results import overwritten
 
 from .frozen import NEEDING, gradients_of_some
@@ -53,17 +53,25 @@ def between_two_others(
             gc.enable()
 
 
-def with_narrow_heads(attention_of: Callable, group, parts: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    """The gradients of an attention with the first half of each head's width."""
-    leaves = [x[..., : x.size(-1) // 2].clone().requires_grad_() for x in parts]
-    attention_of(*leaves, group).backward(d_out[..., : d_out.size(-1) // 2])
+def smaller(x: Tensor, chunk: int) -> Tensor:
+    """Chunks of (b, a, s, d) without the last token of each, and the first half of each head's width."""
+    return x.unflatten(2, (-1, chunk))[:, :, :, :-1, : x.size(-1) // 2].flatten(2, 3)
+
+
+def with_smaller_parts(
+    attention_of: Callable, group, chunk: int, parts: list[Tensor], d_out: Tensor
+) -> list[Tensor]:
+    """The gradients of an attention of fewer tokens, with narrower heads."""
+    leaves = [smaller(x, chunk).clone().requires_grad_() for x in parts]
+    with noted("it was a later call, of fewer tokens and with narrower heads: is something kept?"):
+        attention_of(*leaves, group).backward(smaller(d_out, chunk))
     return [x.grad for x in leaves]
 
 
-def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+def attend_in(rank, name: str, chunk: int | None, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
     """As `attend`, and no more than values; then the same again, between two other attentions.
 
-    With `more`, without gradients as well, where not all of q, k and v need one, and with narrower heads.
+    With the length of a chunk, without gradients as well, where not all of q, k and v need one, and smaller.
     """
     attention_of = getattr(rank.submission, name)
     parts = [x.transpose(1, 2) for x in (q, k, v)]
@@ -72,23 +80,23 @@ def attend_in(rank, name: str, more: bool, q: Tensor, k: Tensor, v: Tensor, upst
         out = attention_of(*leaves, rank.group)
     returned = out.detach().clone() if isinstance(out, Tensor) else None
     found = {"out": returned, "gradients": [None] * 3, "between": [None] * 3, "outlived": False}
-    found |= {"overwritten": [], "forward": recording}
+    found |= {"overwritten": {}, "forward": recording}
     if isinstance(out, Tensor) and out.requires_grad and out.shape == parts[0].shape:
         d_out = upstream.transpose(1, 2).to(out.dtype)
         out.backward(d_out)
         found["gradients"] = [x.grad for x in leaves]
         found["between"], found["outlived"] = between_two_others(attention_of, rank.group, parts, d_out)
-        if more:
+        if chunk:
 
             def attend(*given: Tensor) -> Tensor:
                 return attention_of(*given, rank.group)
 
             found["overwritten"] = overwritten(attend, *parts, upstream=d_out)
-            found["silent"] = without_gradients(attention_of, *parts, rank.group)
+            found |= in_silence(attention_of, *(x.clone() for x in parts), rank.group)
             found["needing"] = {
                 told: gradients_of_some(attention_of, rank.group, parts, d_out, told) for told in NEEDING
             }
-            found["narrow"] = with_narrow_heads(attention_of, rank.group, parts, d_out)
+            found["smaller"] = with_smaller_parts(attention_of, rank.group, chunk, parts, d_out)
     return found
 
 
@@ -127,7 +135,8 @@ def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
     """A run of `attend_in`, and what plain attention gives: what, by rank, what it should be."""
     seen = draw(trial, kind, dtype)
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
-    seen.results = trial.run(attend_in, kind.name, dtype == torch.float64, per_rank=parts)
+    chunk = seen.chunk if dtype == torch.float64 else None
+    seen.results = trial.run(attend_in, kind.name, chunk, per_rank=parts)
     q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))
     seen.inputs = [q, k, v]
     seen.out = out = attention(q, k, v, causal(seen.length))[0]
@@ -231,8 +240,8 @@ def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
                 help="A model has many layers: each call keeps its own tensors, with ctx.save_for_backward. "
                 "A variable of the module, or of the class, has those of another call.",
             )
-    if all("narrow" in r for r in exact.results):
-        require_narrow(trial, exact)
+    if all("smaller" in r for r in exact.results):
+        require_smaller(trial, exact)
     for r, result in enumerate(exact.results):
         trial.require(
             not result["outlived"],
@@ -244,20 +253,22 @@ def require_calls_apart(trial: Trial, exact: SimpleNamespace) -> None:
         )
 
 
-def require_narrow(trial: Trial, exact: SimpleNamespace) -> None:
-    """The gradients of an attention of half the width, after others, are those of plain attention."""
-    width = exact.q.size(-1)
+def require_smaller(trial: Trial, exact: SimpleNamespace) -> None:
+    """The gradients of an attention of fewer tokens and half the width, after others, are right."""
+    width, chunk = exact.q.size(-1), exact.chunk
     narrow = width // 2
-    inputs = [x.detach()[..., :narrow].requires_grad_() for x in exact.inputs]
-    attention(*inputs, causal(exact.length))[0].backward(exact.d_out[..., :narrow])
+    inputs = [smaller(x.detach(), chunk).requires_grad_() for x in exact.inputs]
+    attention(*inputs, causal(inputs[0].size(2)))[0].backward(smaller(exact.d_out, chunk))
+    kept = [w[w % chunk < chunk - 1] for w in exact.where]
+    places = SimpleNamespace(where=[w - w // chunk for w in kept])
     factor = math.sqrt(narrow / width)
     told = f"its backward scales by 1/sqrt({width}), as calls before: it is kept from one to another"
     step = "Compute what the width decides in each call, or keep it on that call's ctx."
     for i, label in enumerate("qkv"):
-        right = by_parts(exact, inputs[i].grad)
+        right = by_parts(places, inputs[i].grad)
         trial.close(
-            f"the gradient of {label}, with d = {narrow} after calls with d = {width},",
-            [r["narrow"][i] for r in exact.results],
+            f"the gradient of {label}, of fewer tokens and with d = {narrow} after calls with d = {width},",
+            [r["smaller"][i] for r in exact.results],
             right,
             {told: Fault([factor * x for x in right], step)} if i < 2 else {},
             help="What the shapes of a call decide is decided again in each call.",

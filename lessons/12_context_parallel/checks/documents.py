@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grader.checks import Event, Fault, Trial, check, each_rank, exercise, is_close
+from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.results import overwritten, results_stay
 
 from .frozen import NEEDING, gradients_of_some, require_where_needed
@@ -51,7 +52,7 @@ ONE_IN_FLOAT32, ONE_IN_INT32 = (2**24, 2**24 + 1), (9, 9 + 2**32)
 def drawn_documents(trial: Trial, b: int, length: int) -> Tensor:
     """By row: documents of one token and of many, which begin anywhere; their numbers are in no order.
 
-    Two of a row are one number where int64 is cast to float32, or to int32.
+    Two of a row are one number where int64 is cast to float32, or to int32, and of three one is negative.
 
     There are four at most. With five tokens or more one of them has two: where every token is alone with
     itself no gradient reaches q and k, and rounding would be all that is left to compare.
@@ -61,7 +62,7 @@ def drawn_documents(trial: Trial, b: int, length: int) -> Tensor:
         starts = {0, trial.integer(1, length - 1), *trial.rng.sample(range(1, length), 2)}
         lengths = torch.tensor([*sorted(starts), length]).diff()
         alike = (ONE_IN_FLOAT32, ONE_IN_INT32)[row % 2]
-        numbers = [*alike, *trial.rng.sample(range(9), 2)][: len(lengths)]
+        numbers = [*alike, -1, trial.integer(0, 8)][: len(lengths)]
         numbers = torch.tensor(trial.rng.sample(numbers, len(numbers)))
         rows.append(numbers.repeat_interleave(lengths))
     return torch.stack(rows)
@@ -354,6 +355,7 @@ def attend_often(rank: Any, before: list[Tensor], after: list[Tensor], longer: l
     results.append(attend(rank, q, k, v, upstream, buffer.copy_(documents)))
     heads = [x.detach().transpose(1, 2) for x in (q, k, v)]  # (b, a, s/n, d)
     d_out = upstream.transpose(1, 2)
+    results[1]["evaluation"] = in_silence(rank.submission.document_attention, *heads, documents, rank.group)
     results[1]["overwritten"] = overwritten(again, *heads, upstream=d_out)
     results[1]["needing"] = {told: gradients_of_some(again, None, heads, d_out, told) for told in NEEDING}
     try:
@@ -449,6 +451,13 @@ def each_call_has_its_own_documents(trial: Trial) -> None:
     help = "Make the mask out of the documents that this call was given."
     require_values(trial, seen.other, "of a second call, with other documents,", others, help)
     require_values(trial, seen.longer, "of a third call, of longer parts,", dict, help)
+
+
+@check("document_attention", first_of=(3, 2))
+def documents_are_the_same_in_validation(trial: Trial) -> None:
+    """Under torch.no_grad(), where no backward is to come, the output is the same."""
+    results = trial.once(observe_calls).other.results
+    evaluates_alike(trial, [{"output": r["out"], "evaluation": r["evaluation"]} for r in results])
 
 
 @check("document_attention", first_of=(3, 2))

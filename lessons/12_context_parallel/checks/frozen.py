@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grader.checks import Fault, Trial, is_close
-from lessons_shared.evaluation import HELP
+from lessons_shared.evaluation import HELP, stay_in_silence
 from lessons_shared.needed import none_is_missing
 
 from .ring_slips import attention_weights, by_parts, gradients_from, wrong_journeys, wrong_outputs
@@ -43,9 +43,13 @@ def gradients_of_some(
 def require_silent(
     trial: Trial, exact: SimpleNamespace, slips: Callable[[SimpleNamespace], dict] = wrong_outputs
 ) -> None:
-    """Under no_grad the output is what it is with gradients; `slips` tells what it might be instead."""
+    """Under no_grad the output is what it is with gradients; `slips` tells what it might be instead.
+
+    Neither then is anything changed that was given.
+    """
     alone = [r["out"] for r in exact.results]
     if all(isinstance(x, Tensor) for x in alone) and all("silent" in r for r in exact.results):
+        stay_in_silence(trial, exact.results)
         trial.close(
             "the output under torch.no_grad(), as validation has it,",
             [r["silent"] for r in exact.results],

@@ -372,7 +372,7 @@ def observe_large(trial: Trial) -> SimpleNamespace:
     seen.q[:, 0] = -150 * root * seen.k[:, 0] / seen.k[:, 0].square().sum(-1, keepdim=True)
     seen.inputs = [x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v)]
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
-    seen.results = trial.run(calls.attend_in, ULYSSES.name, False, per_rank=parts)
+    seen.results = trial.run(calls.attend_in, ULYSSES.name, None, per_rank=parts)
     seen.out = attention(*seen.inputs, causal(seen.length))[0]
     seen.out.backward(seen.upstream.double().transpose(1, 2))
     return seen
