@@ -230,6 +230,13 @@ def sampling_is_right(trial: Trial, function: str, config: dict, length: int) ->
             "ranks that are seeded alike sampled different tokens",
             rank=rank,
         )
+        trial.require(
+            not torch.equal(result["sampled"], result["sampled next"]),
+            "two calls of generate, one after the other, sampled the same tokens",
+            help="Let it draw on from torch's global stream: what seeds that anew, or sets it back, makes "
+            "every sample the same.",
+            rank=rank,
+        )
         options_count(trial, rank, result, greedy[:, : length + 1])
     shorter = [result["shorter"] for result in results]
     if all(logits is not None for logits in shorter):

@@ -96,7 +96,7 @@ def sampling_probe(rank, function: str, config: dict, weights: dict, idx: Tensor
     model = built(rank, function, config, weights).eval()
     found = {"greedy": model.generate(idx, steps, top_k=1), "shorter": None, "loss": None}
     rank.seed(7)
-    found["sampled"] = model.generate(idx, 2, temperature=HOT)
+    found["sampled"], found["sampled next"] = (model.generate(idx, 2, temperature=HOT) for _ in range(2))
     found["cold"] = model.generate(idx, 1, temperature=COLD)
     with noted("generate was called with one prompt, (1, s)"):
         found["one prompt"] = model.generate(idx[:1], 1, top_k=1)

@@ -344,6 +344,7 @@ def stream_probe(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor
     """
     rank.seed(seed)
     model, late = (built(rank, "tensor_parallelize", config, weights, awake=awake) for awake in (True, False))
+    awake = model.training
     rank.seed(seed + 1)
 
     def stream_of(model: nn.Module) -> list[Tensor]:
@@ -356,13 +357,13 @@ def stream_probe(rank, config: dict, weights: dict, idx: Tensor, targets: Tensor
                 block.register_forward_hook(lambda _, inputs, output: stream.append(output.detach().clone())),
             )
         ]
-        model.train()(idx, targets)
+        model(idx, targets)
         for hook in hooks:
             hook.remove()
         return stream
 
-    found = {"first": stream_of(model), "second": stream_of(model), "late": stream_of(late)}
-    return found | {"asleep": model.eval()(idx, targets)[1]}
+    found = {"first": stream_of(model), "second": stream_of(model), "late": stream_of(late.train())}
+    return found | {"asleep": model.eval()(idx, targets)[1], "awake": awake}
 
 
 def same_stream(trial: Trial, rank: int, mine: list[Tensor], others: list[Tensor], cause: str = "") -> None:
@@ -400,6 +401,7 @@ def dropout_after_a_sum_is_the_same_everywhere(trial: Trial) -> None:
             0.1 < zeros < 0.5 and not torch.equal(result["first"][0], result["second"][0]),
             "the embedding's dropout does not drop at random in training mode",
             rank=rank,
+            cause="" if result["awake"] else "the model was in training mode, and came back in eval mode",
         )
     dense = dense_model(config, weights).eval()
     trial.close("the loss in eval mode", [r["asleep"] for r in results], dense(idx, targets)[1].detach())

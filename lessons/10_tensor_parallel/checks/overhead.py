@@ -87,6 +87,7 @@ def slips(width: int, n: int, flops: float, speed: float, element_bytes: int = 2
         "a block of h² weights: it has 12 of them": right * 12,
         "as a part of the whole step: over the computing alone": right / (1 + right),
         "in percent": 100 * right,
+        **{f"it is rounded to {digits} decimals": round(right, digits) for digits in (2, 3, 4, 6)},
     }
 
 
