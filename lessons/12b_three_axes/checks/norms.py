@@ -47,6 +47,8 @@ KINDS = {
 }
 ALONE = "float32, one number in all"
 """A model of which most ranks have no gradient at all."""
+INFINITE = "float32, with an infinite number"
+"""A model of which some ranks have an infinite number in their part of a gradient, and the others none."""
 
 
 def names_in(kind: str) -> list[str]:
@@ -114,6 +116,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     plans = [(sizes, "float32") for sizes in meshes(trial)]
     plans += [(meshes(trial)[0], kind) for kind in (*KINDS, ALONE) if kind != "float32"]
     plans += [(sizes, "float32") for sizes in parts(trial)]
+    plans.append((meshes(trial)[0], INFINITE))
     wholes = []
     for sizes, kind in plans:
         scale = 300.0 if kind.startswith("float16") else 1.0
@@ -121,6 +124,8 @@ def observe(trial: Trial) -> SimpleNamespace:
             {name: drawn(trial, name, scale).to(KINDS.get(kind, torch.float32)) for name in names_in(kind)}
             for _ in range(sizes.get(APART, 1))
         ]
+        if kind == INFINITE:
+            models[0]["matrix"][0, 0] = math.inf
         wholes.append([models[which_mesh(rank, sizes)] for rank in range(trial.num_ranks)])
     by_rank = []
     for rank in range(trial.num_ranks):
@@ -324,6 +329,23 @@ def every_number_counts_once(trial: Trial) -> None:
 def squares_are_added_up_in_float32(trial: Trial) -> None:
     """Gradients of float64, bfloat16, and float16 whose squares it can not hold have the right norm, too."""
     require_norm(trial, tuple(KINDS), "gradient.float() before it is squared, or wider.")
+
+
+@check("gradient_norm")
+def what_is_infinite_shows(trial: Trial) -> None:
+    """Where a number of one rank's part is infinite, no rank's norm is finite."""
+    seen = trial.once(observe)
+    which = [kind for _, kind in seen.plans].index(INFINITE)
+    for rank, result in enumerate(seen.results):
+        norm = result[which]["norm"]
+        if not isinstance(norm, Tensor):
+            continue
+        trial.require(
+            not norm.isfinite(),
+            f"the norm is {norm.item():.5g}, where a number of the whole gradient is inf",
+            help="Leave nothing out of the sum: who trains tells by the norm that a step has overflowed.",
+            rank=rank,
+        )
 
 
 @check("gradient_norm", world_sizes=(4, 2))

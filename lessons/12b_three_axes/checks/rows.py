@@ -78,11 +78,16 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 def rows_in(share: Tensor | None, batch: Tensor) -> list[int] | None:
     """Which rows of the batch these are; None where they are none."""
-    if share is None or share.shape[1:] != batch.shape[1:]:
+    if share is None or share.shape[1:] != batch.shape[1:] or is_cast(share, batch):
         return None
     numbers = (share.flatten(1)[:, 0] // 10).tolist()
     whole = all(0 <= i < len(batch) for i in numbers) and torch.equal(share, batch[numbers])
     return numbers if whole else None
+
+
+def is_cast(share: Tensor, batch: Tensor) -> bool:
+    """Whether there are rows, in another dtype than the batch's."""
+    return len(share) > 0 and share.dtype != batch.dtype
 
 
 def no_rows(share: Tensor | None, batch: Tensor) -> tuple[str, str]:
@@ -90,6 +95,11 @@ def no_rows(share: Tensor | None, batch: Tensor) -> tuple[str, str]:
     if share is None:
         return "what is no tensor", "Return this rank's rows of the batch."
     rest = batch.shape[1:]
+    if share.shape[1:] == rest and is_cast(share, batch):
+        return (
+            f"{share.dtype}, where the batch is {batch.dtype}",
+            "Cut the batch, and cast nothing: who looks tokens up or compares them needs them as they are.",
+        )
     if share.shape[1:] == rest:
         return (
             "numbers that are not rows of it",
