@@ -323,6 +323,22 @@ def rows_not_zeroed(seen: SimpleNamespace, n: int) -> dict[str, Tensor]:
     }
 
 
+def rows_have_gradients(
+    trial: Trial, seen: SimpleNamespace, name: str, ranges: list[tuple[int, int]]
+) -> None:
+    """Where a rank has rows, these have a gradient, if only of zeros."""
+    for rank, ((first, size), found) in enumerate(zip(ranges, each_rank(seen, "twice"), strict=True)):
+        mine = (seen.idx >= first) & (seen.idx < first + size)
+        trial.require(
+            found is not None or size == 0,
+            f"weight has no gradient on this rank ({name})",
+            help="Look rows up on every rank, and put zeros in the place of others': the gradient is 0 then. "
+            "An optimizer leaves out what has none, and the dense table decays in every row.",
+            rank=rank,
+            cause="" if mine.any() else "no token has its row here, and nothing leads back to weight then",
+        )
+
+
 @check("VocabParallelEmbedding")
 def row_gradients_are_the_dense_tables(trial: Trial) -> None:
     """The gradient of the rows is the dense table's, repeated tokens added up, over two passes as well."""
@@ -332,7 +348,11 @@ def row_gradients_are_the_dense_tables(trial: Trial) -> None:
         if ranges is None:
             trial.wrong("the rows are not the table's, so their gradients cannot be compared")
         own = [seen.gradient[first : first + size] for first, size in ranges]
-        actual = [t[:size] for t, (_, size) in zip(each_rank(seen, "twice"), ranges, strict=True)]
+        rows_have_gradients(trial, seen, name, ranges)
+        actual = [
+            torch.zeros_like(g) if t is None else t[: len(g)]
+            for t, g in zip(each_rank(seen, "twice"), own, strict=True)
+        ]
         trial.close(
             f"the gradient of weight after two passes ({name})",
             actual,
