@@ -311,12 +311,12 @@ def attend_in_bfloat16(rank: Any, q: Tensor, k: Tensor, v: Tensor, documents: Te
 def documents_keep_the_dtype_of_q(trial: Trial) -> None:
     """bfloat16 comes out as bfloat16."""
     n = trial.num_ranks
-    whole = [trial.normal(1, a, 3 * n, 4, dtype=torch.bfloat16) for a in (4, 2, 2)]
-    documents = torch.tensor([256, 257, 258]).repeat_interleave(n).unsqueeze(0)  # of 257 bfloat16 makes 256
-    results = trial.run(
-        attend_in_bfloat16,
-        per_rank=[[*(x[:, :, 3 * r : 3 * r + 3] for x in whole), documents] for r in range(n)],
-    )
+    lengths = torch.tensor([256, 4, 4])  # of 257, as a document's number and as a place, bfloat16 makes 256
+    length = int(lengths.sum())
+    whole = [trial.normal(1, a, length, 4, dtype=torch.bfloat16) for a in (4, 2, 2)]
+    documents = torch.tensor([256, 257, 258]).repeat_interleave(lengths).unsqueeze(0)
+    by_rank = zip(*(x.chunk(n, dim=2) for x in whole), strict=True)
+    results = trial.run(attend_in_bfloat16, per_rank=[[*own, documents] for own in by_rank])
     for r, out in enumerate(results):
         trial.require(
             out.dtype == torch.bfloat16,
@@ -327,17 +327,22 @@ def documents_keep_the_dtype_of_q(trial: Trial) -> None:
         )
     q, k, v = (x.repeat_interleave(times, dim=1) for x, times in zip(whole, (1, 2, 2), strict=True))
 
-    def by_numbers(numbers: Tensor) -> list[Tensor]:
-        out = attention(q, k, v, same_document(numbers) & causal(3 * n))[0]
-        return list(out.chunk(n, dim=2))
+    def by_numbers(numbers: Tensor, places: Tensor) -> list[Tensor]:
+        mask = same_document(numbers) & (places.unsqueeze(1) >= places)
+        return list(attention(q, k, v, mask)[0].chunk(n, dim=2))
 
-    told = "the documents' numbers are rounded to q's dtype, in which 256 and 257 are one number"
+    places = torch.arange(length)
+    rounded = "rounded to q's dtype, in which 256 and 257 are one number"
     step = "Compare the numbers as they come, and cast to q's dtype what meets q alone."
+    slips = {
+        f"the documents' numbers are {rounded}": by_numbers(documents.bfloat16(), places),
+        f"places in the sequence are {rounded}": by_numbers(documents, places.bfloat16()),
+    }
     trial.close(
         "the output in bfloat16, of documents 256, 257 and 258,",
         results,
-        by_numbers(documents),
-        {told: Fault(by_numbers(documents.bfloat16()), step)},
+        by_numbers(documents, places),
+        {told: Fault(outs, step) for told, outs in slips.items()},
         help="In bfloat16, too, a query sees its own document alone.",
         rtol=0.1,
     )
