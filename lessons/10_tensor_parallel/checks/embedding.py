@@ -196,6 +196,8 @@ def embedding_keeps_the_dtype(trial: Trial) -> None:
     """`from_embedding` keeps the dense table's dtype."""
     for rank, made in enumerate(trial.run(table_dtype_probe, 4 * trial.num_ranks)):
         for name, tensor in made.items():
+            if not isinstance(tensor, Tensor):
+                continue  # the output is looked at elsewhere
             trial.require(
                 tensor.dtype == torch.bfloat16,
                 f"{name} is {tensor.dtype}, where the dense table's is torch.bfloat16",
