@@ -24,15 +24,15 @@ def _changed(call: Callable, given: Sequence[Tensor], upstream: Tensor | None) -
     first = _results(call, given, upstream)
     before = {name: result.clone() for name, result in first.items()}
     second = _results(call, [x.flip(-1) for x in given], None if upstream is None else upstream.flip(-1))
-    lie_in = {_memory(result) for result in second.values()}
+    lie_in = {memory_of(result) for result in second.values()}
     return {
-        name: _memory(first[name]) in lie_in
+        name: memory_of(first[name]) in lie_in
         for name, was in before.items()
         if not torch.allclose(first[name], was, 0, 0, equal_nan=True)
     }
 
 
-def _memory(result: Tensor) -> int:
+def memory_of(result: Tensor) -> int:
     """Where its numbers lie; -1 for what is no plain tensor."""
     try:
         return result.untyped_storage().data_ptr()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grader.checks import Fault, Trial, is_close
-from lessons_shared.results import results_stay
+from lessons_shared.results import memory_of, results_stay
 
 PLAIN, TRANSPOSED, SPACED = "", "transposed", "every other element"
 MIXED = "transposed, but on rank 0"
@@ -268,15 +268,22 @@ def require_in_place(
     )
 
 
-def called_twice(rank: Any, name: str, one: Any, other: Any) -> list[str]:
-    """The probe: what of a call's result, a tensor or a list of some, another call has changed."""
+def called_twice(rank: Any, name: str, one: Any, other: Any) -> dict[str, bool]:
+    """The probe: what of a call's result, a tensor or a list of some, another call has changed.
+
+    To it belongs whether what the other call returned lies in the same memory.
+    """
     function, layer = getattr(rank.submission, name), [torch.neg] * (name == "relay_microbatches")
-    returned = function(*layer, one, rank.group)
-    tensors = [returned] if isinstance(returned, Tensor) else list(returned or [])
+
+    def call(given: Any) -> list[Tensor]:
+        returned = function(*layer, given, rank.group)
+        return [returned] if isinstance(returned, Tensor) else list(returned or [])
+
+    tensors = call(one)
     before = [tensor.clone() for tensor in tensors]
-    function(*layer, other, rank.group)
-    same = [torch.equal(now, then) for now, then in zip(tensors, before, strict=True)]
-    return [] if all(same) else ["the output"]
+    lie_in = {memory_of(tensor) for tensor in call(other)}
+    changed = [now for now, then in zip(tensors, before, strict=True) if not torch.equal(now, then)]
+    return {"the output": all(memory_of(tensor) in lie_in for tensor in changed)} if changed else {}
 
 
 def require_own_memory(trial: Trial, name: str, given: Callable[[], Any]) -> None:
