@@ -16,7 +16,6 @@ from nanogpt.model import GPT, Dropout, GPTConfig
 from .cores import BY_HAND, FACTORS_OF_THE_FORWARD, ByHand, KeepsItsInputs, make
 from .models import (
     AT_THE_CHANGE,
-    FROZEN_RUN_AS_THEY_ARE,
     NEXT_NUMBERS,
     REMEMBERED,
     SEEDED,
@@ -32,7 +31,7 @@ from .models import (
     partly_frozen,
     replayed,
     replayed_as_of_now,
-    require_left_alone,
+    require_frozen_too,
 )
 
 exercise(
@@ -439,15 +438,11 @@ def some_frozen(rank: Any, sizes: dict, seed: int, idx: Tensor) -> tuple[str, li
 @check("recompute_attention")
 def cores_of_frozen_blocks_are_computed_again_too(trial: Trial) -> None:
     """Cores of blocks with frozen weights are computed again too; modes, and what is frozen, stay."""
-    sizes = asdict(GPTConfig(block_size=8, vocab_size=20, n_layer=3, n_head=2, n_embd=16))
-    changed, calls = trial.run(some_frozen, sizes, trial.seed(), trial.tokens(20, 2, 8))[0]
-    require_left_alone(trial, "recompute_attention", changed)
-    once = [i for i, times in enumerate(calls) if times == 1]
-    trial.require(
-        not once,
-        "with block 1 frozen and some weights of block 0, the core of block "
-        f"{', '.join(map(str, once))} is called once, in the forward alone",
-        cause=FROZEN_RUN_AS_THEY_ARE if once in ([0, 1], [1]) else "",
+    require_frozen_too(
+        trial,
+        "recompute_attention",
+        some_frozen,
+        lambda blocks: f"the core of block {blocks} is called once, in the forward alone",
         help="A core has no weights: checkpoint it, whether those around it are trained or not.",
     )
 

@@ -4,6 +4,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -357,12 +358,28 @@ def partly_frozen(change: Callable[[GPT], Any], model: GPT, idx: Tensor) -> str:
     return next(iter(changed), "")
 
 
-def require_left_alone(trial: Trial, name: str, changed: str) -> None:
-    """`partly_frozen` has found modes, and what is frozen, as they were."""
+def require_frozen_too(
+    trial: Trial, name: str, probe: Callable[..., Any], told: Callable[[str], str], help: str
+) -> None:
+    """What is frozen is computed again too, and stays frozen, as modes stay.
+
+    Args:
+        probe: gives what `partly_frozen` found, and how often each block's part ran in forward and backward.
+        told: what is said of the blocks, a list in words, whose part ran once.
+    """
+    sizes = asdict(GPTConfig(block_size=8, vocab_size=20, n_layer=3, n_head=2, n_embd=16))
+    changed, times = trial.run(probe, sizes, trial.seed(), trial.tokens(20, 2, 8))[0]
     trial.require(
         not changed,
         f"{name} changes more than how a forward runs: {changed}",
         help="train(), eval() and requires_grad_() are the caller's.",
+    )
+    once = [i for i, count in enumerate(times) if count == 1]
+    trial.require(
+        not once,
+        f"with block 1 frozen and some weights of block 0, {told(', '.join(map(str, once)))}",
+        cause=FROZEN_RUN_AS_THEY_ARE if once in ([0, 1], [1]) else "",
+        help=help,
     )
 
 

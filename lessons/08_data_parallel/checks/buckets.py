@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grader.checks import CheckEnded, Event, Recording, Trial, check
+from lessons_shared.infinite import require_shown
 
 from .means import (
     require_bytes,
@@ -250,14 +251,12 @@ def bytes_are_those_of_the_dtype(trial: Trial) -> None:
 @check("DataParallel", world_sizes=(2,), subgroup=False)
 def what_is_infinite_is_not_hidden(trial: Trial) -> None:
     """Where a number on one rank is infinite, no rank has a finite mean gradient: a scaler looks for that."""
-    for r, result in enumerate(trial.once(observe_other_dtypes)):
-        trial.require(
-            not any(each["finite"] for each in result),
-            "an input of rank 0 is infinite, and the mean gradient of what it is multiplied by is finite",
-            cause="infinity and NaN are replaced, as nan_to_num and clamp do, and nobody learns of them",
-            help="Leave them: who steps looks whether a gradient is finite, and leaves the batch out.",
-            rank=r,
-        )
+    seen = trial.once(observe_other_dtypes)
+    require_shown(
+        trial,
+        [any(each["finite"] for each in result) for result in seen],
+        "an input of rank 0 is infinite, and the mean gradient of what it is multiplied by is finite",
+    )
 
 
 UNEQUAL = (3, 2, 1, 5, 3, 2, 1)

@@ -20,6 +20,7 @@ from grader.checks import (
     storage_bytes,
     tensors_in,
 )
+from lessons_shared.infinite import require_shown
 
 from .models import LAYER_BYTES, NUM_LAYERS, Chain, Odd, Roomy, build, bytes_of, draw
 from .parts import counted_passes, gradients_by_rank, means_by_pass, trained_on
@@ -390,14 +391,11 @@ def all_buckets_are_trained(trial: Trial) -> None:
 @check("ShardedOptimizer", world_sizes=(2,), subgroup=False)
 def what_is_infinite_is_not_hidden(trial: Trial) -> None:
     """A number whose gradient is infinite on one rank ends as no finite number: nothing is replaced."""
-    for r, result in enumerate(trial.once(observe_large)):
-        trial.require(
-            not result["finite"],
-            "the gradient of a number is infinite on rank 0, and a step of SGD leaves it finite",
-            cause="infinity and NaN are replaced, as nan_to_num and clamp do, and nobody learns of them",
-            help="Leave them: who steps looks whether a gradient is finite, and leaves the batch out.",
-            rank=r,
-        )
+    require_shown(
+        trial,
+        [result["finite"] for result in trial.once(observe_large)],
+        "the gradient of a number is infinite on rank 0, and a step of SGD leaves it finite",
+    )
 
 
 LEFT_OUT = "it did not move, and another parameter did: is it in a bucket that is left out?"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grader.checks import CheckEnded, Trial, check, exercise, is_close
+from lessons_shared.infinite import LEAVE_THEM, REPLACED
 
 from .units import FROZEN, SHAPES, draw_tensors, make_parameters, whole_gradients
 from .wire import SMALL, travelled
@@ -391,8 +392,8 @@ def what_is_infinite_stays_infinite(trial: Trial) -> None:
     trial.require(
         not all(result["narrowed"]["finite"] for result in results),
         "a number of rank 0's gradient is infinite, and on all ranks all means are finite",
-        cause="infinity and NaN are replaced, as nan_to_num and clamp do, and nobody learns of them",
-        help="Leave them: who steps looks whether a gradient is finite, and leaves the batch out.",
+        cause=REPLACED,
+        help=LEAVE_THEM,
     )
 
 
