@@ -279,6 +279,11 @@ def only_shards_after_backward(trial: Trial) -> None:
             help="A shard's .grad has the shard's size.",
             rank=r,
         )
+
+
+@check("FullySharded", first_of=(2, 3))
+def only_shards_after_backward_of_some(trial: Trial) -> None:
+    """After backward no block is whole where some are frozen, with prefetch too, nor a large token table."""
     for frozen in FROZEN:
         require_frozen_blocks_freed(trial, frozen)
     require_the_rest_freed(trial)
