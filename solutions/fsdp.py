@@ -382,8 +382,8 @@ class ShardedUnit:
     The constructor takes the weights of the group's rank 0, and leaves the parameters freed. The Parameter
     objects stay those that were given: modules and hooks have them. `parameters` is their list, and `shards`
     one flat nn.Parameter for each, in the same order, perhaps empty, of its dtype and its `requires_grad`;
-    together a rank's shards have an n-th of all numbers, and at most the largest parameter more.
-    `param_dtype` is the dtype of gathered weights, that of the parameters unless given; the shards keep
+    together a rank's shards have an n-th of all numbers, and at most the largest parameter, or one for each,
+    more. `param_dtype` is the dtype of gathered weights, that of the parameters unless given; the shards keep
     theirs. `reduce_dtype` is kept for `reduce_gradients`.
 
     Source: arXiv:2304.11277, section 3.2.

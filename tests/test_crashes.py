@@ -216,7 +216,7 @@ def test_a_rank_that_the_group_has_not_is_told_before_a_message_to_oneself(first
         ranks[rank] = RankReport("failed", error=error, ended_at=1.0 + (rank != first))
     end = ending(RunReport("trouble", 2.0, ranks), lambda file, line: "", Limits(), [1, 3])
     assert end is not None
-    assert end.message.startswith("rank 1 (and on 1 more) raised RuntimeError: Global rank 0")
+    assert end.message.startswith("rank 1 (and 1 more) raised RuntimeError: Global rank 0")
     assert end.cause == NOT_OF_THE_GROUP
 
 

@@ -107,7 +107,7 @@ def _trouble(
     if not failed:
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
     first = ranks[failed[0]]
-    others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+    others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
     parted = nobody or disagreement(ranks, locate, name) or messages.misfit(ranks, locate)
     if first.status == "dead":
         return _dead(name.who(failed[0]), first, locate, parted)

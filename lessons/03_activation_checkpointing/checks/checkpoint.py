@@ -178,6 +178,10 @@ def chain(rank: Any, how: str, seed: int, a: Tensor, upstream: Tensor) -> dict:
         "given": [[call["given"] for call in layers.calls] for layers in (first, second)],
         "needs": [call["needs"] for call in first.calls[called[0] :] + second.calls[called[1] :]],
         "began in": [layers.calls[0]["random state"] for layers in (first, second) if layers.calls],
+        "resumed": len(second.calls) == 2
+        and second.calls[0]["random state"]
+        != second.calls[1]["random state"]
+        == second.calls[0]["after its first draw"],
         "by_torch": any(call["by_torch"] for call in first.calls + second.calls),
         "drawn": drawn,
         "peek": peek,
@@ -269,6 +273,14 @@ def without_gradients_it_is_a_call(trial: Trial) -> None:
     )
 
 
+TAKEN_AT_A_DRAW = (
+    "the second call began with the random state of after the function's first draw: it was taken too late"
+)
+BEFORE_THE_CALL = (
+    "Take the random state before you call the function: its first draw may come before anything is kept."
+)
+
+
 @check("checkpoint")
 def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     """Gradients of inputs and weights are those of function(*inputs), with dropout in it."""
@@ -284,6 +296,8 @@ def gradients_are_the_functions_with_dropout(trial: Trial) -> None:
     slips = {**seen.others, twice: lambda: {name: 2 * gradient for name, gradient in expected.items()}}
     steps = {told: HELP_MASK for told in ANOTHER_MASK.values()}
     steps[UPSTREAM_IGNORED] = "torch.autograd.backward(output, gradient): hand it what backward was given."
+    if seen.mine["resumed"]:
+        slips[TAKEN_AT_A_DRAW], steps[TAKEN_AT_A_DRAW] = (lambda: seen.mine["gradients"]), BEFORE_THE_CALL
     if other := other_inputs(seen.mine):
         slips[other], steps[other] = (lambda: seen.mine["gradients"]), HELP_INPUTS
     help = (
@@ -338,12 +352,12 @@ def function_is_called_once_more(trial: Trial) -> None:
             f"{in_words(calls[times:])} in backward",
             help=HELP_INPUTS,
         )
-    require_two_calls_in_evaluation(trial)
+    require_two_calls_of_a_small_module(trial)
 
 
-def evaluated(rank: Any, seed: int, x: Tensor) -> list[int]:
-    """How often a checkpoint calls a module in evaluation mode: in the forward, and in all."""
-    layers = build(lambda: Layers(x.size(-1), 0.3), seed, rank.device).eval()
+def small(rank: Any, training: bool, seed: int, x: Tensor) -> list[int]:
+    """How often a checkpoint calls a small module, in either mode: in the forward, and in all."""
+    layers = build(lambda: Layers(x.size(-1), 0.3), seed, rank.device).train(training)
     y = checkpoint_of(rank, "mine")(layers, x.requires_grad_())
     called = len(layers.calls)
     if y.requires_grad:
@@ -352,15 +366,28 @@ def evaluated(rank: Any, seed: int, x: Tensor) -> list[int]:
     return [called, len(layers.calls)]
 
 
-def require_two_calls_in_evaluation(trial: Trial) -> None:
-    forward, both = trial.run(evaluated, trial.seed(), trial.normal(5, 6))[0]
-    trial.require(
-        (forward, both) == (1, 2),
-        f"the function is a module in evaluation mode: it was called {forward} times in the forward and "
-        f"{both - forward} times in backward",
-        help="Keep the inputs alone here, too: eval() changes what dropout does, and a backward may come.",
-        cause="in evaluation mode all is kept, and nothing computed again" if both == forward == 1 else "",
+def require_two_calls_of_a_small_module(trial: Trial) -> None:
+    given = trial.seed(), trial.normal(5, 6)
+    forward, both = trial.run(small, False, *given)[0]
+    if (forward, both) == (1, 2):
+        return
+    whatever_the_mode = trial.run(small, True, *given)[0] == [forward, both]
+    all_kept = "all is kept, and nothing computed again"
+    what = "of a few numbers" if whatever_the_mode else "in evaluation mode"
+    trial.wrong(
+        f"the function is a module {what}: in the forward it was called {in_times(forward)}, and in backward "
+        f"{in_times(both - forward)}",
+        help="Keep the inputs alone here, too: no tensor is too small to be computed again."
+        if whatever_the_mode
+        else "Keep the inputs alone here, too: eval() changes what dropout does, and a backward may come.",
+        cause=(f"of a small function {all_kept}" if whatever_the_mode else f"in evaluation mode {all_kept}")
+        if both == forward == 1
+        else "",
     )
+
+
+def in_times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def other_inputs(mine: dict) -> str:

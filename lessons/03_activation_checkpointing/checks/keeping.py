@@ -14,6 +14,7 @@ from .models import STATE_BYTES, Layers, build, checkpoint_of, seeing
 
 NUM_CALLS = 3
 SLACK = NUM_CALLS * STATE_BYTES
+MASKS = "that is a mask of the wide layer in each call: what is no floating-point tensor is kept, too"
 OUTPUTS = "that is the output of every call: backward does not need it"
 
 
@@ -45,7 +46,7 @@ def keep(
 
 def observe_kept(trial: Trial) -> SimpleNamespace:
     rows, width = trial.integer(260, 300), trial.integer(60, 70)
-    inside, out = 8 * width, 2 * width - trial.integer(8, 12)
+    inside, out = 10 * width, 2 * width - trial.integer(8, 12)
     arguments = trial.seed(), inside, out, [trial.normal(rows, width) for _ in range(NUM_CALLS)]
     seeds = [trial.seed()]
     mine, plain, fixed, plain_fixed = (
@@ -100,6 +101,7 @@ def why_kept(alive: int, without: int, sizes: dict[str, int]) -> str:
         OUTPUTS: sizes["out"],
         "that is a copy of every input, and every output": sizes["in"] + sizes["out"],
         "that is one tensor of the wide layer in each call: who holds it?": sizes["inside"],
+        MASKS: sizes["inside"] // 4,
         "that is two tensors of the wide layer in each call: who holds them?": 2 * sizes["inside"],
         "nothing is saved: all is there that autograd keeps without checkpointing": without,
     }

@@ -24,7 +24,10 @@ Given = tuple[list[int], float]
 
 
 class Layers(nn.Module):
-    """Two linear layers, wide in between, with dropout. Writes down every call."""
+    """Two linear layers, wide in between, with dropout before and between them. Writes down every call.
+
+    It draws before autograd keeps anything, and some of what autograd keeps is no floating-point tensor.
+    """
 
     def __init__(self, width: int, dropout: float = 0.0, inside: int = 0, out: int = 0) -> None:
         super().__init__()
@@ -35,8 +38,12 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         given = list(x.shape), x.detach().double().sum().item()
-        self.calls.append({**describe_call(x), "given": given, "random state": random_state(x.device)})
-        return self.down(self.dropout(nn.functional.gelu(self.up(x))))
+        call = {**describe_call(x), "given": given, "random state": random_state(x.device)}
+        self.calls.append(call)
+        x = self.dropout(x)
+        call["after its first draw"] = random_state(x.device)
+        x = nn.functional.gelu(self.up(x))
+        return self.down(self.dropout(x.masked_fill(x > 3.0, 3.0)))
 
 
 def describe_call(x: Tensor) -> dict[str, Any]:

@@ -576,21 +576,29 @@ def model_and_batch_are_left_alone(trial: Trial) -> None:
             )
 
 
+def zeros_in(gradient: Any) -> str:
+    return "it has zeros in .grad" if isinstance(gradient, Tensor) and not gradient.any() else ""
+
+
 @check("accumulate_gradients")
 def frozen_parameters_keep_none(trial: Trial) -> None:
     """A frozen parameter (requires_grad False) gets no gradient, and the others get theirs."""
     for case, result in trial.once(observe_modes)[:-1]:
         for name in case.frozen:
-            message = f"{name} (requires_grad False) got a gradient"
-            trial.require(result["gradients"][name] is None, message, help="backward() leaves it at None.")
+            gradient = result["gradients"][name]
+            trial.require(
+                gradient is None,
+                f"{name} (requires_grad False) got a gradient",
+                help="backward() leaves it at None.",
+                cause=zeros_in(gradient),
+            )
         for name, gradient in result["gradients"].items():
-            zeros = isinstance(gradient, Tensor) and not gradient.any()
             trial.require(
                 gradient is None or not name.startswith("unused"),
                 f"{name}, a trainable weight that the loss does not reach, has a gradient",
                 help="backward() leaves it at None: an optimizer skips None, and decays a weight whose "
                 "gradient is 0.",
-                cause="it has zeros in .grad" if zeros else "",
+                cause=zeros_in(gradient),
             )
     case, result = trial.once(observe_modes)[1]  # evaluation mode: no dropout, so one pass can be compared
     require_one_pass(trial, [(case, result)], "Frozen parameters change nothing for the others.")

@@ -111,9 +111,9 @@ def require_ring_bytes(trial: Trial, seen: SimpleNamespace, rounds: int, gathere
             cause, step = _why(r, by_rank, most, whole, messages, size, case)
             trial.require(
                 least <= sent <= most + SMALL * n,
-                f"given {case} it sends {sent:,} bytes in {len(messages)} messages, where a ring sends "
-                f"{times}(n-1)/n of S = {whole:,} bytes, which is {most:,}"
-                f"{'' if gathered else rounded_up(case, n)}",
+                f"given {case} it sends {sent:,} bytes in {len(messages)} "
+                f"message{'s' * (len(messages) != 1)}, where a ring sends "
+                f"{most:,}, {times}(n-1)/n of S = {whole:,}{'' if gathered else rounded_up(case, n)}",
                 cause=cause,
                 help=step or "Each step sends one chunk, an n-th of the whole, to one neighbour.",
                 rank=r,

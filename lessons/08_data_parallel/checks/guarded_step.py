@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import CheckEnded, Recording, Trial, check, exercise, of_ranks
+from grader.checks import CheckEnded, Recording, Trial, check, exercise, is_close, of_ranks
 
 from .means import (
     require_bytes,
@@ -248,6 +248,23 @@ def require_nothing_left(trial: Trial, rank: int, result: dict, want: list[bool]
         )
 
 
+RETURNS_ITS_OWN = (
+    "all ranks leave the same batches out, as the weights show, and what a rank returns is whether its own "
+    "loss is finite"
+)
+
+
+def returns_its_own(
+    seen: SimpleNamespace, rank: int, result: dict, expected: list[dict[str, Tensor]]
+) -> bool:
+    """Whether every step is right on this rank, and what it returned speaks of its own loss alone."""
+    return result["taken"] == [rank not in broken for broken in seen.broken] and all(
+        is_close(step[name], right[name])
+        for step, right in zip(result["weights"], expected, strict=True)
+        for name in right
+    )
+
+
 def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     """Which steps were taken, and the weights after each."""
     expected = reference_weights(seen)
@@ -255,13 +272,18 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     want = [not ranks for ranks in seen.broken]
     for r, result in enumerate(seen.results):
         require_nothing_left(trial, r, result, want)
+        its_own = result["taken"] != want and returns_its_own(seen, r, result, expected)
         trial.require(
             result["taken"] == want,
             f"the steps returned {result['taken']}, expected {want}: a batch is left out by all ranks or by "
             "none",
-            help="All ranks decide by the same number: let them agree on it before anyone returns.",
+            help="Return what all ranks have decided: True where a step was made."
+            if its_own
+            else "All ranks decide by the same number: let them agree on it before anyone returns.",
             rank=r,
-            cause=taken_for_finite(seen.kinds, result["taken"])
+            cause=RETURNS_ITS_OWN
+            if its_own
+            else taken_for_finite(seen.kinds, result["taken"])
             or (how_decided(result["recording"]) if any(result["taken"]) else "")
             or taken_for_broken(trial, seen, r),
         )

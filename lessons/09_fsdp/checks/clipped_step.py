@@ -212,7 +212,7 @@ def observe(trial: Trial) -> SimpleNamespace:
         if end.verdict in told and empty and returns_where_no_shard_is_empty(trial):
             end.cause = (
                 f"rank {empty[0]} has no gradient, as its shard is empty, and {told[end.verdict]}. Where "
-                "every rank has one, all of it returns"
+                "every rank has one, all steps return"
             )
             end.help = "Who has no gradient takes part in every collective, with a sum of squares of 0."
         raise
@@ -288,9 +288,13 @@ def norm_is_that_of_the_whole_gradient(trial: Trial) -> None:
         require_norm_in_double(trial)
 
 
+LARGE = 1e25
+"""Of weights, and so of their gradients: float32 has no such squares."""
+
+
 def require_norm_in_double(trial: Trial) -> None:
     """A step of a float64 model, too, is one for all ranks, of which one owns nothing."""
-    whole = 3.0 * trial.normal(SIZE, dtype=torch.float64)
+    whole = LARGE * trial.normal(SIZE, dtype=torch.float64)
     by_rank: list[Steps] = [
         [(trial.normal(4, SIZE, dtype=torch.float64), trial.normal(4, dtype=torch.float64))]
         for _ in range(trial.num_ranks)
@@ -312,6 +316,12 @@ def require_norm_in_double(trial: Trial) -> None:
         "the norm of a step in float64",
         norms,
         in_one_process(whole, by_rank, MAX_NORMS[0], RIGHT, 1).norms[0][0],
+        alternatives={
+            f"it went through float32, where the squares of gradients of {LARGE:.0e} are infinite": Fault(
+                torch.tensor(math.inf, dtype=torch.float64),
+                "Square and sum in float64, or in the gradients' dtype: without .float().",
+            )
+        },
         help=HELP,
         rtol=1e-3,
     )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, of_ranks, settle, storage_bytes
 
+from .runs import NOTHING_LEFT
 from .units import FROZEN, SHAPES, copies, draw_tensors, make_parameters
 from .wire import SMALL
 
@@ -209,9 +210,21 @@ def look_at_memory(rank: Any, tensor: Tensor, x: Tensor) -> dict:
     return {"recording": recording, "gradient": x.grad.clone(), "left": left}
 
 
+FILLED_ELSEWHERE = (
+    "backward reads a view of the weight that it has kept, and its memory was still shrunk to nothing: does "
+    "the second gather() fill other memory?"
+)
+FILL_THE_SAME = "Fill the same storage again (resize_(num_bytes)): new memory is not where autograd looks."
+
+
 def observe_memory(trial: Trial) -> SimpleNamespace:
     tensor, x = trial.normal(ROWS, ROWS), trial.normal(3, ROWS)
-    results = trial.run(look_at_memory, tensor, x)
+    try:
+        results = trial.run(look_at_memory, tensor, x)
+    except CheckEnded as end:
+        if end.verdict == Verdict.CRASHED and NOTHING_LEFT in end.message:
+            end.cause, end.help = FILLED_ELSEWHERE, FILL_THE_SAME
+        raise
     return SimpleNamespace(results=results, expected=tensor.sum(0).expand(3, ROWS), size=4 * ROWS * ROWS)
 
 
@@ -261,7 +274,7 @@ def kept_views_are_filled_again(trial: Trial) -> None:
         "the gradient of x through x @ weight.T, freed and gathered before backward",
         [result["gradient"] for result in seen.results],
         seen.expected,
-        help="Fill the same storage again (resize_(num_bytes)): new memory is not where autograd looks.",
+        help=FILL_THE_SAME,
     )
 
 

@@ -106,6 +106,10 @@ def require_a_gradient(trial: Trial, seen: SimpleNamespace) -> None:
     elif left_out == [i for i in trained if i > FROZEN]:
         cause = f"what comes after parameter {FROZEN}, which is frozen, is left out; what comes before is not"
         help = "Pass over a frozen parameter by continue: return or break ends the loop."
+    elif left_out == trained:
+        help = (
+            f"Return early only where no parameter has a gradient: parameter {FROZEN} is frozen. Then {help}"
+        )
     for r, result in enumerate(seen.results):
         for i in trained:
             trial.require(

@@ -440,7 +440,10 @@ def backward_holds_one_block_at_a_time(trial: Trial) -> None:
 @check("gather_in_backward", world_sizes=(2, 3), subgroup=False)
 def backward_leaves_shards_and_gradients(trial: Trial) -> None:
     """When backward is over, shards and their gradients are alive, and nothing else: no block is left."""
-    help = "The last block that backward is in has no next one: queue_callback has its turn when all is over."
+    help = (
+        "The last block that backward is in has no next one: queue_callback has its turn when all is over. "
+        "Reduce it there, and free it."
+    )
     require_freed(trial, trial.once(observe_backward), {"after": "after backward"}, 2, help)
 
 

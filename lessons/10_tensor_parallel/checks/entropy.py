@@ -501,7 +501,8 @@ def full_logits_never_exist(trial: Trial) -> None:
             trial.require(
                 result["unchanged"],
                 "logits or targets were changed in place, in forward or in backward",
-                help="Work on copies: what backward needs of the logits is the softmax, a tensor of its own.",
+                help="Work on copies: of the targets, which become places in this rank's shard, and of the "
+                "logits, whose softmax backward needs.",
                 rank=rank,
             )
 

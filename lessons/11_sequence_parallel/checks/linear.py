@@ -141,6 +141,19 @@ def product_of_all_tokens(trial: Trial) -> None:
 
 
 @check("gathered_linear")
+def linear_leaves_its_inputs_alone(trial: Trial) -> None:
+    """Neither x, weight and bias nor the incoming gradient are changed."""
+    for seen in trial.once(observe_linear):
+        for rank, changed in enumerate(each_rank(seen, "changed")):
+            trial.require(
+                not changed,
+                f"changed in place: {', '.join(changed)} ({seen.name})",
+                help="Collectives, and operations such as add_, write into what they are given: give a copy.",
+                rank=rank,
+            )
+
+
+@check("gathered_linear")
 def gradient_of_own_tokens(trial: Trial) -> None:
     """The gradient of x is the sum of what all ranks' features found for this rank's tokens."""
     for seen in trial.once(observe_linear):
@@ -299,19 +312,6 @@ def gathers_twice_and_reduces_once(trial: Trial) -> None:
         sends_as_much(trial, seen, "", seen.whole_bytes, "one all-gather of x would", help)
         means = "one all-gather and one reduce-scatter of x would"
         sends_as_much(trial, seen, BACKWARD, 2 * seen.whole_bytes, means, help)
-
-
-@check("gathered_linear")
-def linear_leaves_its_inputs_alone(trial: Trial) -> None:
-    """Neither x, weight and bias nor the incoming gradient are changed."""
-    for seen in trial.once(observe_linear):
-        for rank, changed in enumerate(each_rank(seen, "changed")):
-            trial.require(
-                not changed,
-                f"changed in place: {', '.join(changed)} ({seen.name})",
-                help="Collectives, and operations such as add_, write into what they are given: give a copy.",
-                rank=rank,
-            )
 
 
 @check("gathered_linear")

@@ -27,7 +27,7 @@ exercise(
     ),
 )
 
-CASES = ("no padding", "padding", "padding where a part begins", "one position a rank")
+CASES = ("padding", "no padding", "padding where a part begins", "one position a rank")
 
 
 FACTOR = 2.7
@@ -129,6 +129,9 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]
     return empty | {
         "no position at the end of a rank's part predicts anything": lost.sum() / kept.sum(),
         "the last position of each part predicts nothing, and is counted": lost.sum() / counted.sum(),
+        "the sum is right, and what the last position of each part predicts is not counted": Fault(
+            losses.sum() / kept.sum(), "Count where the labels are not -1, and cut nothing off."
+        ),
         "the last position of the sequence predicts the first token": each_loss(logits, around).sum()
         / (around != -1).sum(),
         "the last position of a part predicts the first of the same part": each_loss(logits, before).sum()
@@ -152,6 +155,9 @@ def other_losses(logits: Tensor, tokens: Tensor, n: int, calls: Sequence[Tensor]
         "it is this rank's own sum, over the count of all": [x / counted.sum() for x, _ in by_rank],
         "what has no target is counted: padding, or the last position of all": losses.sum() / counted.numel(),
         "it is the sum, not the mean": losses.sum(),
+        "it is divided by all positions but the last one: what predicts padding is counted": Fault(
+            losses.sum() / tokens[:, 1:].numel(), "Count the predictions whose target is not -1."
+        ),
         "the sum is divided by all tokens but one a sequence: where padding begins it, all are predicted": (
             losses.sum() / ((tokens != -1).sum() - len(tokens))
         ),

@@ -95,25 +95,33 @@ def go_back(out: Tensor, gradient: Tensor) -> None:
         raise
 
 
-def cuts_the_same_again(trial: Trial) -> bool:
-    """Whether backward cuts what forward cut, and joins what it joined, by sizes that can be cut both ways.
+CUTS_THE_SAME = "backward cuts what the forward cut, and joins what it joined"
+OF_THE_FIRST_ALONE = (
+    "the way back from attention to q, k and v cuts what its forward cut, and joins what it joined; that of "
+    "the exchange after attention does not"
+)
+
+
+def cuts_the_same_again(trial: Trial) -> str:
+    """In which exchange backward cuts what forward cut, and joins what it joined, by sizes that fit.
 
     A gradient then comes out n·n times too long in one dimension, and as many times too short in another.
     """
     n = trial.num_ranks
     if n == 1:
-        return False
+        return ""
     parts = [[trial.normal(2, n, n * n, 5) for _ in range(4)] for _ in range(n)]  # (b, s/n, a, d)
     try:
         trial.run(attend, n * n, per_rank=parts)
     except CheckEnded as end:
         shapes = re.search(r"got \[([\d, ]+)\] but expected shape compatible with \[([\d, ]+)\]", end.message)
         if shapes is None:
-            return False
+            return ""
         got, right = ([int(size) for size in shape.split(", ")] for shape in shapes.groups())
         ratios = sorted(g / r for g, r in zip(got, right, strict=False) if g != r)
-        return len(got) == len(right) and ratios == [1 / n**2, n**2]
-    return False
+        if len(got) == len(right) and ratios == [1 / n**2, n**2]:
+            return OF_THE_FIRST_ALONE if right == [2, n * n, n, 5] else CUTS_THE_SAME
+    return ""
 
 
 def observe(trial: Trial) -> SimpleNamespace:
@@ -122,9 +130,15 @@ def observe(trial: Trial) -> SimpleNamespace:
     try:
         seen.results = trial.run(attend, seen.length, per_rank=parts, delays=True)
     except CheckEnded as end:
-        if end.cause == ON_THE_WAY_BACK and cuts_the_same_again(trial):
-            end.cause = "backward cuts what the forward cut, and joins what it joined"
+        slip = cuts_the_same_again(trial) if end.cause == ON_THE_WAY_BACK else ""
+        if slip:
+            end.cause = slip
             end.help = "On the way back, what was cut is joined, and what was joined is cut."
+        if slip == OF_THE_FIRST_ALONE:
+            end.help += (
+                " If you wrote that for all: does backward read what a later call has written? Keep what it "
+                "needs in ctx."
+            )
         raise
     heads = [x.double().transpose(1, 2) for x in (seen.q, seen.k, seen.v, seen.upstream)]
     seen.inputs = [x.requires_grad_() for x in heads[:3]]

@@ -29,11 +29,15 @@ def probe(rank: Any, all_sizes: list[Sizes], batches: list[Tensor]) -> list[dict
         before = [batch.clone() for batch in batches]
         with rank.record() as recording:
             shares = [share_of(rank, batch, mesh) for batch in batches]
+        again = [share_of(rank, batch, mesh) for batch in batches]
         found.append(
             {
                 "shares": [share.clone() if isinstance(share, Tensor) else None for share in shares],
                 "unchanged": all(torch.equal(a, b) for a, b in zip(before, batches, strict=True)),
                 "recording": recording,
+                "anew": [not torch.equal(*pair) for pair in zip(shares, again, strict=True)]
+                if all(isinstance(share, Tensor) for share in (*shares, *again))
+                else [],
             }
         )
     return found
@@ -141,6 +145,12 @@ def every_share_is_rows(trial: Trial) -> None:
                 )
 
 
+OTHERS_AT_EACH_CALL = (
+    "a second call with the same batch gives other rows: are they drawn, or shuffled, by each rank's own "
+    "random numbers?"
+)
+
+
 def why_they_differ(by_rank: list[list[int] | None], sizes: Sizes) -> str:
     """Why ranks with the same place along data have other rows; "" where that is unknown."""
     for dim in sizes:
@@ -159,6 +169,8 @@ def why_they_differ(by_rank: list[list[int] | None], sizes: Sizes) -> str:
 @check("rows_of")
 def a_replica_has_one_set_of_rows(trial: Trial) -> None:
     """Ranks with the same place along "data" get the same rows, wherever "data" stands in the mesh."""
+    seen = trial.once(observe)
+    anew = any(each for result in seen.results for mesh in result for each in mesh["anew"])
     for sizes, _, by_rank in found(trial):
         first: dict[int, int] = {}
         for rank, rows in enumerate(by_rank):
@@ -167,8 +179,10 @@ def a_replica_has_one_set_of_rows(trial: Trial) -> None:
                 rows == by_rank[other],
                 f'ranks {other} and {rank} have the same place along "data" in a mesh of {told(sizes)}, '
                 f"and rows {by_rank[other]} and {rows}",
-                cause=why_they_differ(by_rank, sizes),
-                help="Ask the mesh for the place along data. Rank numbers alone do not tell it.",
+                cause=OTHERS_AT_EACH_CALL if anew else why_they_differ(by_rank, sizes),
+                help="Cut the batch as it comes: whoever loads it has shuffled it."
+                if anew
+                else "Ask the mesh for the place along data. Rank numbers alone do not tell it.",
             )
 
 
