@@ -599,7 +599,7 @@ class FullySharded(nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole weights under GPT's names, on every rank; all ranks call it."""
+        """The whole weights under GPT's names, of a tied table one at least, on every rank; all call it."""
         # answer
         state = self.module.state_dict()
         whole_of: dict[nn.Parameter, Tensor] = {}
