@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
     Args:
         on_event: called with every event before it starts, recorded or not (the hang report needs them).
         is_learner: tells whether a code file is the learner's.
-        delay_seed: when given, each communication waits up to 20 ms first, so that what is right by
+        delay_seed: when given, each communication waits up to 10 ms first, so that what is right by
             luck of timing goes wrong.
         on_wait: called when a handle is asked for its end, with the `Event.index` of what it stands for, or 0
             where nobody knows; and when that has answered, with None.
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
                 if event.peer is not None and not 0 <= event.peer < len(event.group):
                     raise IndexError(f"there is no rank {event.peer} in a group of {len(event.group)}")
                 if self._delays is not None:
-                    time.sleep(self._delays.uniform(0.0, 0.02))
+                    time.sleep(self._delays.uniform(0.0, 0.01))
                 if self.changes_messages and event.kind == "send":
                     args = ([_changed(tensor) for tensor in args[0]], *args[1:])
             result = func(*args, **kwargs)
