@@ -1,5 +1,6 @@
 """Checks of `training_plan`."""
 
+import math
 from functools import partial
 
 from grader.checks import Answers, Trial, check, compare_answers, exercise, whole
@@ -71,6 +72,9 @@ def plan_slips(
             "as if one GPU did all the work: num_gpus share it": time * gpus,
             "these are hours: a day has 24": 24 * time,
             "these are seconds: a day has 86,400": 86400 * time,
+            "rounded up to whole days: a run may end in the middle of one": math.ceil(time),
+            "rounded down to whole days: a run may end in the middle of one": int(time),
+            "rounded to whole days: a run may end in the middle of one": round(time),
         },
         "fewest_gpus": {
             "rounded down: the last GPU is needed, too": 16 * parameters // memory,
