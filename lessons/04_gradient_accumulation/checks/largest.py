@@ -187,6 +187,12 @@ def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str,
     halves = replace(true, once=true.once / 2, each=true.each / 2)
     statistics = 4 * config.n_layer * config.n_head * length
     is_mixed = recipe != "fp32"
+    streams = 4 * (2 * config.n_layer + 1) * config.n_embd * length
+    cores = 4 * config.n_layer * config.n_head * length**2
+
+    def without(masks: int) -> Need:
+        return replace(true, each=true.each - masks) if config.dropout else true
+
     wrong = {
         "the head's two tensors of (b, s, v) are missing: backward makes the gradients of the "
         "log-probabilities and of the logits first": replace(true, head=0),
@@ -221,6 +227,19 @@ def slips(config: GPTConfig, memory: int, recipe: str, length: int) -> dict[str,
         "the longest sequence, block_size, where sequence_length is asked": longest,
         "activations of the longest sequence, block_size, where sequence_length is asked": replace(
             longest, head=true.head
+        ),
+        "the head's two tensors are of the longest sequence, block_size, where sequence_length is asked": (
+            replace(true, head=longest.head)
+        ),
+        "these are the activations without dropout: with it other tensors are kept, masks among them": need(
+            replace(config, dropout=0.0), recipe, length
+        ),
+        "dropout's masks of (b, s, h) are missing: one after the embeddings, two in each block": (
+            without(streams)
+        ),
+        "dropout's mask of (b, a, s, s) is missing in each layer's core": without(cores),
+        "dropout's masks are missing: one in each core, one after the embeddings, two in each block": (
+            without(streams + cores)
         ),
         "positions are kept once, not for every sequence: activations are not b times those of one": replace(
             true, once=0, each=true.each + true.once

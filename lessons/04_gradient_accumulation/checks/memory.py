@@ -102,7 +102,7 @@ def model_is_called_once_for_each_microbatch(trial: Trial) -> None:
             len(sizes) <= k,
             f"{case.told}: the model ran {len(sizes)} times, on {', '.join(map(str, sizes))} sequences",
             help=f"Cut the batch into {k}: smaller micro-batches keep the processor less busy, and a wrapper "
-            f"such as DDP waits for the {k}-th.",
+            f"such as DDP waits for the last of {k}.",
             cause="each sequence goes through the model twice: one pass gives loss and gradient"
             if sum(sizes) == 2 * len(case.inputs)
             else "",
