@@ -67,7 +67,9 @@ No optimizer, since torch itself gives these classes another `step` when the fir
 """
 SINGLE_TOOLS = ((sys, "_getframe"), (random, "Random"))
 """Of modules that programs change for honest reasons, such as to see more of an exception."""
-OF_OBJECTS = ": give objects of yours another one, and not their class"
+OF_OBJECTS = (
+    ", which all objects of the class share. Set it on the modules that are to change, and not on their class"
+)
 DEFAULT_DTYPE = "torch's default dtype, with torch.set_default_dtype: give the tensors that you make a dtype"
 """What a torch.Storage tells that is another one."""
 MODEL = "nanogpt.model"

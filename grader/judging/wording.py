@@ -36,8 +36,9 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Such as "second"."""
-    return {2: "second", 3: "third", 4: "fourth"}.get(number, f"{number}th")
+    """Such as "second" or "21st"."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number // 10 % 10 != 1 else "th"
+    return {2: "second", 3: "third", 4: "fourth"}.get(number, f"{number}{ending}")
 
 
 def short(value: float) -> str:

@@ -490,10 +490,14 @@ def logits_exist_for_one_chunk_at_a_time(trial: Trial) -> None:
 def product_is_computed_at_most_twice(trial: Trial) -> None:
     """Forward and backward multiply at most four times: the product, once again, and two gradients."""
     seen = trial.once(observe_bytes)
-    products = seen.mine.flops() / seen.product
+    products, forward = (seen.mine.flops(after=mark) / seen.product for mark in (None, ""))
+    twice = forward > 1.99 and products - forward > 1.99  # gradients of logits are left to backward
     trial.require(
         products <= 4.01,
         f"forward and backward together make {products:.1f} products of the head's size: one in the forward, "
         "one again and two for gradients are 4",
-        help="Each chunk is computed again once. A checkpoint inside another computes it a third time.",
+        cause=f"the forward alone makes {forward:.1f} of them, where the logits take one" if twice else "",
+        help="Multiply a chunk with weight.T once, and use these logits wherever you need them."
+        if twice
+        else "Each chunk is computed again once. A checkpoint inside another computes it a third time.",
     )

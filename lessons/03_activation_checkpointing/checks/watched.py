@@ -225,6 +225,10 @@ SECOND_FORWARD = (
 )
 UNMOVED = "the tensor that was handed over has not moved: nothing is written, or into a copy of it"
 BLOCK_0_UNMOVED = "that forward has not moved block 0's: every block has an input, in either mode"
+NO_BACKWARD = (
+    "A forward under torch.no_grad() counts too, though no backward follows: it moves all means once."
+)
+EVALUATION = "Evaluation is a forward too: it moves the means of all blocks once."
 OUTSIDE = "What happens once a forward belongs outside of what is checkpointed: it needs no flag there."
 
 
@@ -285,10 +289,10 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
     )
     if not torch.equal(seen.mine["sizes"]["after backward"], seen.mine["sizes"]["after two forwards"]):
         return  # told by the next check
-    for when, before in (
-        ("after a forward without gradients", "after backward"),
-        ("after a forward in evaluation mode", "after a forward without gradients"),
-        ("after a forward with block 0 in evaluation mode", "after a forward in evaluation mode"),
+    for when, before, help in (
+        ("after a forward without gradients", "after backward", NO_BACKWARD),
+        ("after a forward in evaluation mode", "after a forward without gradients", EVALUATION),
+        ("after a forward with block 0 in evaluation mode", "after a forward in evaluation mode", EVALUATION),
     ):
         right, unmoved = (seen.plain["sizes"][name] for name in (when, before))
         trial.close(
@@ -299,7 +303,7 @@ def a_forward_moves_the_mean_once(trial: Trial) -> None:
                 "that forward has not moved it": unmoved,
                 BLOCK_0_UNMOVED: torch.cat([unmoved[:1], right[1:]]),
             },
-            help="Evaluation is a forward too: it moves the means of all blocks once.",
+            help=help,
         )
     trial.close(
         "another `sizes`, handed over in a later call,",
