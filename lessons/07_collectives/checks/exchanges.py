@@ -208,6 +208,7 @@ def ask(trial: Trial, cases: list[Exchange], delays: bool = False) -> SimpleName
         if end.verdict == Verdict.CRASHED and "raised IndexError" in end.message:
             tell_index(trial.num_ranks, partial(run, True))
         tell_own_size(end, cases)
+        tell_what_is_sent(end, cases)
         if others := [case for case in cases if case.about != NO_DIMENSION]:
             tell_falsy_shape(end, cases, lambda: ask(trial, others))
         if end.verdict == Verdict.HUNG:
@@ -266,6 +267,30 @@ def tell_own_size(end: CheckEnded, cases: Sequence[Exchange]) -> None:
             f"Without `shapes`, what comes from rank {source} has the shape of tensors[{source}]"
         )
         end.help = "Where there are no `shapes`, receive into a tensor of the shape of tensors[source]."
+
+
+def tell_what_is_sent(end: CheckEnded, cases: Sequence[Exchange]) -> None:
+    """Does a rank make room for as much as it sends, or for what comes from the rank that it sends to?"""
+    found = numbers_of(end, r"rank (\d+) called send of (\d+) .*, and rank (\d+) called recv of (\d+) ")
+    if not found or found[1] == found[3]:
+        return
+    source, sent, rank, room = found
+    to = (2 * rank - source) % len(cases[0].rows)  # in the same round
+    for case in cases:
+        goes = [part.numel() for part in case.rows[rank]]
+        comes = [row[rank].numel() for row in case.rows]
+        known = {comes[to]: f"shapes[{to}] says, of what comes from rank {to}"} if case.told else {}
+        known |= {goes[r]: f"it sends to rank {r}" for r in (to, source)}
+        if comes[source] == sent and room in known:
+            shape = f"shapes[{source}], which is handed over" if case.told else f"that of tensors[{source}]"
+            end.cause = (
+                f"rank {rank} makes room for {room} elements, as many as {known[room]}. The shape of what "
+                f"comes from rank {source} is {shape}"
+            )
+            end.help = (
+                "Receive into a tensor of the shape shapes[source], or of tensors[source] without `shapes`."
+            )
+            return
 
 
 def tell_falsy_shape(end: CheckEnded, cases: Sequence[Exchange], run_others: Callable[[], Any]) -> None:
