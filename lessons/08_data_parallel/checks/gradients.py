@@ -1,5 +1,6 @@
 """Checks of `all_reduce_gradients`: mean gradients after backward."""
 
+import re
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,10 @@ def observe_all_used(trial: Trial) -> SimpleNamespace:
 
 def observe_some_unused(trial: Trial) -> SimpleNamespace:
     return observe_average(trial, [("left",), BOTH])
+
+
+FLOATS = ("float32", "float64")
+"""What a rank sends in `observe_double` if its zeros are float32: on every other rank a layer is not used."""
 
 
 def observe_double(trial: Trial) -> SimpleNamespace:
@@ -307,7 +312,15 @@ def gradients_may_lie_in_another_order(trial: Trial) -> None:
 @check("all_reduce_gradients")
 def gradients_keep_the_models_dtype(trial: Trial) -> None:
     """A float64 model is averaged in float64, and its gradients stay float64."""
-    require_mean(trial, trial.once(observe_double), help="Make buffers and zeros in the parameter's dtype.")
+    help = "Make buffers and zeros in the parameter's dtype."
+    try:
+        require_mean(trial, trial.once(observe_double), help=help)
+    except CheckEnded as end:
+        sent = dict(re.findall(r"rank (\d+) called [\w ()]+ of \d+ (float\d+)", end.message))
+        if len(sent) > 1 and all(dtype == FLOATS[int(r) % 2] for r, dtype in sent.items()):
+            end.cause = "what a rank sends where it has no gradient is float32, and the gradients are float64"
+            end.help = "torch.zeros(shape) is float32. torch.zeros_like(parameter) has the parameter's dtype."
+        raise
 
 
 @check("all_reduce_gradients")

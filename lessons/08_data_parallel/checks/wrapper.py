@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import CheckEnded, Trial, check, exercise, is_close
+from grader.checks import CheckEnded, Fault, Trial, check, exercise, is_close
 
 from .means import BOTH, NOTHING_AVERAGED, draw_passes, expected_gradients, require_mean, sizes_of
 from .models import (
@@ -286,21 +286,25 @@ def finish_does_nothing_when_nothing_is_pending(trial: Trial) -> None:
 
 def train(rank: Any, seed: int, steps: list[tuple[Tensor, Tensor]]) -> dict:
     """A few steps in float64, where the order of a sum does not show."""
-    ends = {}
+    ends: dict = {"recordings": []}
     for name in OPTIMIZERS:
         model = build(tiny_gpt, seed).double().to(rank.device)
         wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=4000)
         optimizer = make_optimizer(name, wrapped)
-        for tokens, targets in steps:
-            optimizer.zero_grad(set_to_none=name == "SGD")
-            wrapped(tokens, targets)[1].backward()
-            wrapped.finish_gradient_synchronization()
-            optimizer.step()
+        with rank.record() as recording:
+            for tokens, targets in steps:
+                optimizer.zero_grad(set_to_none=name == "SGD")
+                wrapped(tokens, targets)[1].backward()
+                wrapped.finish_gradient_synchronization()
+                optimizer.step()
         ends[name] = weights(model)
+        ends["recordings"].append(recording)
     return ends
 
 
 OPTIMIZERS = ("SGD", "AdamW")
+LARGE = 16
+"""Numbers that a message has at least if it is one of gradients, and no flag."""
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -329,6 +333,12 @@ def train_alone(seen: SimpleNamespace, name: str, factor: float) -> dict[str, Te
     return weights(model)
 
 
+IN_FLOAT32 = "the module's gradients are float64, and what travels is float32: they lose digits"
+AS_THEY_ARE = (
+    "Flatten and send gradients as they are: torch.zeros(size) is float32, as what .float() makes is."
+)
+
+
 def require_training(trial: Trial, optimizer: str) -> None:
     """Two steps end at the weights of one process on the whole batch."""
     seen, n = trial.once(observe_training), trial.num_ranks
@@ -337,12 +347,17 @@ def require_training(trial: Trial, optimizer: str) -> None:
     if n > 1:
         others["the weights after training on the sum of the gradients"] = train_alone(seen, optimizer, n)
         others["the weights after training on the mean divided by n"] = train_alone(seen, optimizer, 1 / n)
+    recordings = [recording for result in seen.results for recording in result["recordings"]]
+    sent = {e.dtype for recording in recordings for e in recording.select() if e.num_elements >= LARGE}
     for name in expected:
+        found = by_rank(seen.results, optimizer, name)
+        as_far_off = sent == {"float32"} and all(is_close(each, expected[name], rtol=1e-5) for each in found)
         trial.close(
             f"{name} after two steps of {optimizer}",
-            by_rank(seen.results, optimizer, name),
+            found,
             expected[name],
-            alternatives={told: end[name] for told, end in others.items()},
+            alternatives={told: end[name] for told, end in others.items()}
+            | ({IN_FLOAT32: Fault(found, AS_THEY_ARE)} if as_far_off else {}),
             help="Compare the gradients of each step with those of one process on the whole batch.",
         )
 
