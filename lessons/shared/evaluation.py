@@ -95,11 +95,16 @@ def _kept(output: Any) -> Any:
 HELP = "In evaluation, and where no gradient is wanted, everything takes place as in training."
 
 
+def _is_seen(output: Any) -> bool:
+    """Whether there is something to compare with: NaN equals nothing."""
+    return isinstance(output, Tensor) and not output.isnan().any()
+
+
 def evaluates_alike(trial: Trial, results: list[dict], kind: str = "") -> None:
     """Under no_grad and in eval mode a rank has what it had in training.
 
     Each result has `output`, perhaps `gradient` and `gradients`, and under `evaluation` what
-    `in_evaluation` or `in_silence` saw; what is wrong in training is another check's.
+    `in_evaluation` or `in_silence` saw; what is wrong in training, or NaN, is another check's.
     """
     stay_in_silence(trial, [result["evaluation"] for result in results])
     told = f" ({kind})" if kind else ""
@@ -109,11 +114,11 @@ def evaluates_alike(trial: Trial, results: list[dict], kind: str = "") -> None:
         ("gradient", "the gradient of x in eval mode", "gradient"),
     ):
         before = [result.get(same_as) for result in results]
-        if key in results[0]["evaluation"] and all(isinstance(each, Tensor) for each in before):
+        if key in results[0]["evaluation"] and all(map(_is_seen, before)):
             found = [result["evaluation"].get(key) for result in results]
             trial.close(f"{what}{told}", found, before, help=HELP)
     for name in results[0].get("gradients", {}):
         before = [result["gradients"].get(name) for result in results]
-        if all(isinstance(each, Tensor) for each in before):
+        if all(map(_is_seen, before)):
             found = [result["evaluation"].get(f"gradient of {name}") for result in results]
             trial.close(f"the gradient of {name} in eval mode{told}", found, before, help=HELP)

@@ -210,7 +210,9 @@ def entropy_alternatives(seen: SimpleNamespace, n: int) -> dict:
             each.sum() - last_words(shifted, targets, n, shifted.size(-1) // n).sum()
         )
         / counted.sum(),
-    } | (own_largest(seen, n) | by_earlier_counts(each.sum(), targets, seen.before))
+    } | (
+        own_largest(seen, n) | own_means(each, seen, n) | by_earlier_counts(each.sum(), targets, seen.before)
+    )
 
 
 def with_one_largest(seen: SimpleNamespace) -> Tensor:
@@ -246,6 +248,22 @@ def own_targets(logits: Tensor, targets: Tensor, n: int) -> list[Tensor]:
     return [picked.masked_fill(targets.clamp(min=0) // size != r, 0.0) for r in range(n)]
 
 
+def own_means(each: Tensor, seen: SimpleNamespace, n: int) -> dict[str, Tensor | list[Tensor]]:
+    """Losses by target, if a rank's mean has to do with the targets that are its own words."""
+    owner = seen.targets.div(seen.logits.size(-1) // n, rounding_mode="floor")
+    counts = torch.stack([(owner == r).sum().clamp(min=1) for r in range(n)])
+    means = torch.stack([each[owner == r].sum() for r in range(n)]) / counts
+    told = "a rank's mean is over the targets that are its own words"
+    return {
+        f"{told}: those of other ranks are left out": list(means),
+        f"{told}, and the ranks' means are averaged: they have not as many targets": means.mean(),
+        f"{told}, and the ranks' means are added up": means.sum(),
+        "the sum of all losses is divided by how many targets are this rank's words": list(
+            each.sum() / counts
+        ),
+    }
+
+
 def own_largest(seen: SimpleNamespace, n: int) -> dict[str, Tensor | list[Tensor]]:
     """The loss if each rank takes its own largest logit off, and not that of the whole row."""
     counted = seen.targets != -1
@@ -267,6 +285,10 @@ def own_largest(seen: SimpleNamespace, n: int) -> dict[str, Tensor | list[Tensor
         f"{told}, and it is added again after the logarithm": [
             mean(totals.sum(0).log() + m - right) for m in most
         ],
+        f"{told}, while the whole row's is taken off the target's logit, or added again": mean(
+            totals.sum(0).log() + most.amax(0) - right
+        ),
+        f"{told}, and it is not added again": mean(totals.sum(0).log() - right),
         "the largest logit was taken off before exp, and is not added again": mean(
             seen.logits.double().logsumexp(-1) - most.amax(0) - right
         ),

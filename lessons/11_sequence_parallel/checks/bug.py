@@ -9,6 +9,7 @@ from torch import Tensor
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
 from lessons_shared.cut_gpt import describe, gradients_of
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.pairs import all_close
 from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
 from lessons_shared.wire import sends_at_most
 
@@ -76,8 +77,27 @@ def observe_adapter(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(
         results=results, output=y.detach(), x_gradient=whole_x.grad, down=whole_down.grad, up=whole_up.grad,
         own_up=own_up, sizes=(batch, s, out, low), frozen=frozen,
+        down_slips=down_slips(parts(upstream, 1, n), x, up, parts(whole_down.grad, 1, n)),
         x_gradient_through_frozen=upstream.double() @ weight.double(),
     )  # fmt: skip
+
+
+def down_slips(
+    upstreams: list[Tensor], x: Tensor, up: Tensor, right: list[Tensor]
+) -> dict[str, list[Tensor]]:
+    """Cause → the ranks' gradients of `down` if another one is summed over them than that of `up`."""
+    n = len(right)
+    summed = sum(upstreams).double() @ up.double()  # (b, s/n, r)
+    of_all = torch.cat([summed] * n, 1).flatten(0, 1).T @ x.flatten(0, 1).double()
+    return {
+        "the gradient of a rank's r numbers a token is summed over the ranks, which have other tokens": (
+            parts(of_all, 1, n)
+        ),
+        "the gradient of x A^T, which each rank has of all tokens, is summed over the ranks": [
+            n * g for g in right
+        ],
+        "down's gradient is summed over the ranks, which have other columns": [sum(right)] * n,
+    }
 
 
 DIVIDED_BY_LOW_RANK = "the adapter's part is divided by its r: LoRA's alpha / r has no place here"
@@ -107,15 +127,18 @@ def adapter_output_stays_right(trial: Trial) -> None:
 def up_learns_from_all_tokens(trial: Trial) -> None:
     """The gradient of `up` comes from all tokens, and is the same on every rank."""
     seen = trial.once(observe_adapter)
+    own = "only what this rank's own tokens gave: every rank trains an adapter of its own"
+    found = [g.get("down") for g in each_rank(seen, "gradients")]
+    summed = [cause for cause, slip in seen.down_slips.items() if all_close(found, slip)]
     trial.close(
         "the gradient of up",
         [g.get("up") for g in each_rank(seen, "gradients")],
         seen.up,
         alternatives={
-            "only what this rank's own tokens gave: every rank trains an adapter of its own": seen.own_up,
+            ". Instead, ".join([own, *summed[:1]]): seen.own_up,
             "the mean over the ranks, where the sum belongs: each rank saw other tokens": seen.up
             / trial.num_ranks,
-            "what rank 0's tokens gave, on every rank": seen.own_up[0],
+            **{f"what rank {r}'s tokens gave, on every rank": own for r, own in enumerate(seen.own_up)},
             DIVIDED_BY_LOW_RANK: seen.up / seen.sizes[-1],
         },
         help="Every rank has all of up: its gradient is that of all tokens, on every rank.",
@@ -131,6 +154,7 @@ def down_and_x_stay_right(trial: Trial) -> None:
         "the gradient of down",
         [g.get("down") for g in each_rank(seen, "gradients")],
         parts(seen.down, 1, n),
+        alternatives=seen.down_slips,
         help="down is cut: each rank has the whole gradient of its own columns.",
     )
     through_frozen = seen.x_gradient_through_frozen

@@ -83,6 +83,16 @@ def drawn(trial: Trial, name: str, dtype: torch.dtype) -> SimpleNamespace:
 PAIRS = Pairs(drawn, leading=1)
 
 
+def joined_otherwise(xs: list[Tensor]) -> dict[str, Tensor]:
+    """Ways to join the ranks' (b, s/n, h) to (b, s, h) that are none: by cause, what every rank has."""
+    return {
+        "joined in the opposite order": torch.cat(xs[::-1], 1),
+        "interleaved: one token of each rank in turn": torch.stack(xs, 2).flatten(1, 2),
+        "the ranks' x lie one after the other in memory, (n, b, s/n, h), and were only viewed as (b, s, h): "
+        "join them by cat along dimension 1": torch.stack(xs).view(torch.cat(xs, 1).shape),
+    }
+
+
 def other_tokens(whole: Tensor, n: int) -> dict[str, list[Tensor] | Fault]:
     """Ways to give each rank a part of (b, s, h) that is not its own: by cause, what every rank has."""
     contiguous = parts(whole, 1, n)
@@ -147,17 +157,11 @@ def left_alone(trial: Trial, name: str) -> None:
 def gathered_in_rank_order(trial: Trial) -> None:
     """Every rank gets all tokens, (b, s, h), in rank order along dimension 1."""
     seen = PAIRS.plain(trial, "gather_sequence")
-    alternatives = {
-        "joined in the opposite order": torch.cat(seen.xs[::-1], 1),
-        "interleaved: one token of each rank in turn": torch.stack(seen.xs, 2).flatten(1, 2),
-        "the ranks' x lie one after the other in memory, (n, b, s/n, h), and were only viewed as (b, s, h): "
-        "join them by cat along dimension 1": torch.stack(seen.xs).view(seen.outputs[0].shape),
-    }
     trial.close(
         "the output",
         each_rank(seen, "output"),
         seen.outputs,
-        alternatives=alternatives,
+        alternatives=joined_otherwise(seen.xs),
         help="all_gather gives the ranks' tensors in rank order: torch.cat(parts, dim=1).",
     )
 

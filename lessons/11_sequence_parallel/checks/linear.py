@@ -12,6 +12,7 @@ from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.needed import IN_ORDER, none_is_missing
 from lessons_shared.results import overwritten, results_stay
 
+from .functions import joined_otherwise, other_tokens
 from .shared import SIZES, alive_before_backward, is_kept_as_view, mark_backward, sends_as_much
 
 exercise(
@@ -90,7 +91,7 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def linear_case(trial: Trial, with_bias: bool) -> SimpleNamespace:
-    n, batch, own = trial.num_ranks, trial.integer(2, 3), trial.integer(3, 5)
+    n, batch, own = trial.num_ranks, trial.integer(2, 3), trial.integer(4, 5)  # a shape tells which is which
     width, out = trial.choice([10, 14]), trial.choice([25, 29])  # a weight is larger than any rank's x
     xs = [trial.normal(batch, own, width) for _ in range(n)]
     weights = [trial.normal(out, width) for _ in range(n)]
@@ -137,7 +138,19 @@ def observe_linear(trial: Trial) -> list[SimpleNamespace]:
 def product_of_all_tokens(trial: Trial) -> None:
     """The output is this rank's features of all tokens, (b, s, out/n), with its bias."""
     for seen in trial.once(observe_linear):
-        trial.close(f"the output ({seen.name})", each_rank(seen, "output"), seen.outputs)
+        ways = joined_otherwise(seen.xs)
+        trial.close(
+            f"the output ({seen.name})",
+            each_rank(seen, "output"),
+            seen.outputs,
+            alternatives={
+                f"the gathered x is another: {cause}": [
+                    F.linear(x, *each) for each in zip(seen.weights, seen.biases, strict=True)
+                ]
+                for cause, x in ways.items()
+            },
+            help="gather_sequence joins the ranks' x along dimension 1, the tokens.",
+        )
 
 
 @check("gathered_linear")
@@ -166,7 +179,8 @@ def gradient_of_own_tokens(trial: Trial) -> None:
             f"the gradient of x ({seen.name})",
             each_rank(seen, "x"),
             seen.for_x,
-            alternatives={"only this rank's features: nothing was summed": alone},
+            alternatives={"only this rank's features: nothing was summed": alone}
+            | other_tokens(torch.cat(seen.for_x, 1), n),
             help="gradient @ weight is this rank's part of a sum: reduce-scatter it.",
         )
 

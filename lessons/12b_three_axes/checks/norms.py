@@ -1,6 +1,7 @@
 """Checks of `gradient_norm`: parts are added up, and copies count once."""
 
 import math
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise
+from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, is_close
 from grader.checks import told as told_events
 
 from .meshes import APART, Sizes, meshes, meshes_on, parts, place, told, which_mesh
@@ -49,6 +50,8 @@ ALONE = "float32, one number in all"
 """A model of which most ranks have no gradient at all."""
 INFINITE = "float32, with an infinite number"
 """A model of which some ranks have an infinite number in their part of a gradient, and the others none."""
+RENAMED = "float32, with the names exchanged"
+"""The first model once more, in which each parameter has the name of another."""
 
 
 def names_in(kind: str) -> list[str]:
@@ -56,10 +59,16 @@ def names_in(kind: str) -> list[str]:
     return list(PARAMETERS)[: 1 if kind == ALONE else None]
 
 
+def name_in(kind: str, name: str) -> str:
+    """What a parameter is called in a model of this kind."""
+    names = names_in(kind)
+    return names[names.index(name) - 1] if kind == RENAMED else name
+
+
 def drawn(trial: Trial, name: str, scale: float) -> Tensor:
     """A whole gradient. A number that is alone is never small: it counts in the norm."""
     shape = PARAMETERS[name][0]
-    return scale * (trial.normal(*shape) if shape else 10 + trial.normal(1)[0])
+    return scale * (trial.normal(*shape) if math.prod(shape) > 1 else 10 + trial.normal(1).view(shape))
 
 
 def own_part(whole: Tensor, cut: tuple[str, ...], rank: int, sizes: Sizes) -> Tensor:
@@ -116,7 +125,7 @@ def observe(trial: Trial) -> SimpleNamespace:
     plans = [(sizes, "float32") for sizes in meshes(trial)]
     plans += [(meshes(trial)[0], kind) for kind in (*KINDS, ALONE) if kind != "float32"]
     plans += [(sizes, "float32") for sizes in parts(trial)]
-    plans.append((meshes(trial)[0], INFINITE))
+    plans += [(meshes(trial)[0], kind) for kind in (INFINITE, RENAMED)]
     wholes = []
     for sizes, kind in plans:
         scale = 300.0 if kind.startswith("float16") else 1.0
@@ -126,14 +135,16 @@ def observe(trial: Trial) -> SimpleNamespace:
         ]
         if kind == INFINITE:
             models[0]["matrix"][0, 0] = math.inf
+        models = wholes[0][:1] if kind == RENAMED else models
         wholes.append([models[which_mesh(rank, sizes)] for rank in range(trial.num_ranks)])
     by_rank = []
     for rank in range(trial.num_ranks):
         cases = []
-        for (sizes, _), whole in zip(plans, wholes, strict=True):
+        for (sizes, kind), whole in zip(plans, wholes, strict=True):
             own = {name: own_part(x, PARAMETERS[name][1], rank, sizes) for name, x in whole[rank].items()}
-            present = {name: part for name, part in own.items() if part.numel()}
-            cases.append((sizes, present, {name: list(PARAMETERS[name][1]) for name in whole[rank]}))
+            present = {name_in(kind, name): part for name, part in own.items() if part.numel()}
+            cut_along = {name_in(kind, name): list(PARAMETERS[name][1]) for name in whole[rank]}
+            cases.append((sizes, present, cut_along))
         by_rank.append((cases,))
     try:
         results = trial.run(probe, per_rank=by_rank)
@@ -210,9 +221,9 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
         fixed = [dim for dim in sizes if dim not in dims]
         return sum(local[o] for o in range(num_ranks) if all(place(o, sizes)[d] == own[d] for d in fixed))
 
-    def along_one(rank: int, name: str, which: int) -> Tensor:
-        cut, own = PARAMETERS[name][1], place(rank, sizes)
-        fixed = [dim for dim in sizes if dim not in cut or dim != cut[which]]
+    def along(rank: int, name: str, dims: tuple[str, ...]) -> Tensor:
+        own = place(rank, sizes)
+        fixed = [dim for dim in sizes if dim not in dims]
         same = (o for o in range(num_ranks) if all(place(o, sizes)[d] == own[d] for d in fixed))
         return sum(own_squares[o].get(name, 0.0) for o in same)
 
@@ -272,15 +283,47 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             root(sum(squares.values())).to(KINDS[kind]).double(),
             "Return it as it was added up, in float32 or wider.",
         )
-    for which, told_which in ((0, "first"), (-1, "last")):
-        known[f"what two dimensions cut is added up along the {told_which} of them alone"] = Fault(
-            [root(sum(along_one(r, name, which) for name in squares)) for r in every],
-            "A part is on one place along each dimension in `cut_along`: add up along all of them.",
-        )
+    cuts = {name: PARAMETERS[name][1] for name in squares}
+    for some in product(*(ways_to_add(cut, sizes) for cut in cuts.values())):
+        short = {name: dims for (name, cut), dims in zip(cuts.items(), some, strict=True) if dims != cut}
+        if short:
+            told_short = ", and ".join(
+                f'what "{cuts[name][0]}" and "{cuts[name][1]}" cut is added up along "{dim}" alone'
+                for name, (dim,) in short.items()
+            )
+            known[told_short] = Fault(
+                [
+                    root(sum(along(r, name, dims) for name, dims in zip(cuts, some, strict=True)))
+                    for r in every
+                ],
+                "A part is on one place along each dimension in `cut_along`: add up along all of them.",
+            )
     for dim in sizes:
         if sizes[dim] > 1:
             known[f'all of it is summed along "{dim}" alone'] = [root(group_sum(r, (dim,))) for r in every]
     return known
+
+
+def ways_to_add(cut: tuple[str, ...], sizes: Sizes) -> list[tuple[str, ...]]:
+    """All dimensions that cut a parameter; and each of two, where the other one has several ranks."""
+    return [cut, *((dim,) for dim in cut if any(sizes[other] > 1 for other in cut if other != dim))]
+
+
+def named(seen: SimpleNamespace, i: int) -> dict[str, Fault]:
+    """A cause, where the first model's norm is another one once its parameters have exchanged their names."""
+    pair = (0, [kind for _, kind in seen.plans].index(RENAMED))
+    of_both = [[result[j]["norm"] for j in pair] for result in seen.results]
+    if i not in pair or not all(isinstance(x, Tensor) and x.isfinite().all() for x in chain(*of_both)):
+        return {}
+    for first, then in of_both:
+        if first.numel() == then.numel() == 1 and not is_close(first, then, 1e-5):
+            told = (
+                "a parameter's name decides how it counts: the same gradients have a norm of "
+                f"{first.item():.5g}, and of {then.item():.5g} where they have exchanged their names"
+            )
+            own = [result[i]["norm"] for result in seen.results]
+            return {told: Fault(own, "Ask cut_along[name], and not the name.")}
+    return {}
 
 
 def copies_of(name: str, sizes: Sizes) -> int:
@@ -293,23 +336,27 @@ def norms_of(whole: list[dict[str, Tensor]]) -> list[Tensor]:
     return [root(sum(x.double().square().sum() for x in own.values())) for own in whole]
 
 
+A_SCALAR = "A tensor without dimensions, as torch.zeros(()) and sum() give: reshape(()) of one element, too."
+
+
 def require_norm(trial: Trial, kinds: tuple[str, ...], help: str) -> None:
     seen = trial.once(observe)
     for i, (sizes, kind) in enumerate(seen.plans):
         if kind not in kinds or APART in sizes:
             continue
         right = norms_of(seen.wholes[i])[0]
-        right_slips = {
+        right_slips = named(seen, i) or {
             cause: value
             for cause, value in slips(seen, i, trial.num_ranks).items()
             if trial.num_ranks > 1 or "square of" in cause
         }
+        norms = [result[i]["norm"] for result in seen.results]
         trial.close(
             f"the norm on a mesh of {told(sizes)} ({kind})",
-            [result[i]["norm"] for result in seen.results],
+            norms,
             right,
             right_slips,
-            help,
+            help if all(isinstance(norm, Tensor) and not norm.dim() for norm in norms) else A_SCALAR,
             rtol=1e-5,
         )
 
@@ -319,7 +366,7 @@ def every_number_counts_once(trial: Trial) -> None:
     """On every mesh the norm is that of the whole gradient: parts are added up, and copies count once."""
     require_norm(
         trial,
-        ("float32", ALONE),
+        ("float32", ALONE, RENAMED),
         "Count each number once: divide a parameter's squares by the number of ranks that have a copy of "
         "them, or sum them along those dimensions alone that cut it.",
     )
