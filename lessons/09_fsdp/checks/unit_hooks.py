@@ -23,6 +23,7 @@ from .units import (
     most_ahead,
     num_bytes,
     sent_by,
+    still_whole,
     watch,
     whole_gradients,
 )
@@ -72,9 +73,16 @@ def step_on_ranks(
     One of them may be frozen.
     The mode is the caller's until all is recorded, and training mode in the second pass.
     """
-    submission = rank.submission
+    submission, whole = rank.submission, {}
+
+    def pause(mark: str) -> None:
+        settle()
+        whole[mark] = still_whole(blocks, units, size)
+        recording.mark(mark)
+
     with rank.record(memory=True) as recording:
         blocks = build(chain, seed, torch.float64).to(rank.device).train(training)
+        size = bytes_of_block(blocks[0])
         if frozen is not None:
             blocks[frozen].requires_grad_(False)
         units = [submission.ShardedUnit(block.parameters(), rank.group) for block in blocks]
@@ -85,29 +93,25 @@ def step_on_ranks(
             submission.gather_in_backward(list(blocks), units)
         if depth >= 3:
             submission.gather_ahead(list(blocks), units)
-        settle()
-        recording.mark("at rest")
+        pause("at rest")
         handles = watch(blocks, recording, "evaluation")
         with torch.no_grad():
             evaluated = blocks(batches[0][0]).clone()
         for handle in handles:
             handle.remove()
-        settle()
-        recording.mark("evaluated")
+        pause("evaluated")
         for unit in units:
             with torch.no_grad():
                 for shard in unit.shards:
                     shard.mul_(0.5)
         handles = watch(blocks, recording)
         output = blocks(batches[0][0])
-        settle()
-        recording.mark("between")
+        pause("between")
         if depth >= 2:
             (output * batches[0][1]).sum().backward()
         result = output.detach().clone()
         del output
-        settle()
-        recording.mark("after")
+        pause("after")
     for handle in handles:
         handle.remove()
     gradients: list[Tensor] = []
@@ -121,6 +125,7 @@ def step_on_ranks(
         "gradients": gradients,
         "recording": recording,
         "asked": asked,
+        "whole": whole,
     }
 
 
@@ -289,15 +294,33 @@ def require_freed(trial: Trial, seen: Any, moments: dict[str, str], shares: int,
     for r, result in enumerate(seen.results):
         for when, told in moments.items():
             alive = result["recording"].alive(when) - shares * seen.share
+            whole = result["whole"][when]
             trial.require(
-                alive <= 0.7 * seen.block + SMALL,
+                alive <= (0.3 if whole else 0.7) * seen.block + SMALL,
                 f"{told} {in_blocks(seen, alive)} are alive on it besides its share",
                 help=help,
                 rank=r,
                 cause=(KEPT_FOR_BACKWARD if when == "between" else "no block was freed")
                 if alive > (NUM_BLOCKS - 1) * seen.block / 2
-                else "",
+                else tell_whole(result["whole"], when),
             )
+
+
+def tell_whole(whole: dict[str, dict[int, bool]], when: str) -> str:
+    """Which blocks are whole, and since when; of one that backward has gathered, whether it was reduced."""
+    numbers = list(whole[when])
+    if not numbers:
+        return ""
+    one = len(numbers) == 1
+    told = f"block {numbers[0]} is" if one else f"blocks {', '.join(map(str, numbers))} are"
+    if when != "after":
+        return f"{told} still whole"
+    if whole["between"].keys() & numbers:
+        return f"{told} still whole, as after forward"
+    told = f"{told} still whole, since backward has gathered {'it' if one else 'them'}"
+    if not one:
+        return told
+    return f"{told}. Its gradients were {'' if whole[when][numbers[0]] else 'not '}reduced"
 
 
 @check("gather_in_forward")

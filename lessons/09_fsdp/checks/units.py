@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grader.checks import Recording, Trial
+from grader.checks import Recording, Trial, storage_bytes
 
 SHAPES = ((5, 3), (1,), (7,), (4, 6))
 """Sizes that are not divisible by 2, 3 or 4, one number alone."""
@@ -42,6 +42,15 @@ def chain() -> nn.Sequential:
 
 def bytes_of_block(block: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in block.parameters())
+
+
+def still_whole(blocks: Sequence[nn.Module], units: Sequence[Any], block: int) -> dict[int, bool]:
+    """On a rank: the blocks whose weights have memory for all of them → whether their shards have a .grad."""
+    return {
+        number: any(shard.grad is not None for shard in unit.shards)
+        for number, (each, unit) in enumerate(zip(blocks, units, strict=True))
+        if storage_bytes(each.parameters()) >= block
+    }
 
 
 def make_parameters(
