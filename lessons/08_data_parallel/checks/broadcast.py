@@ -191,9 +191,13 @@ def weights_may_lie_in_another_order(trial: Trial) -> None:
     turn(other)
     strides = {name: tensor.stride() for name, tensor in (*other.named_parameters(), *other.named_buffers())}
     for r, result in enumerate(seen.results):
+        turned = "lay in another order than rank 0's, and " * (
+            r > 0 and set(result["moved"]) <= {*IN_ANOTHER_ORDER}
+        )
         trial.require(
             not result["moved"],
-            f"these lie in other memory now: {result['moved']}. A view of the old sees the old numbers",
+            f"these {turned}lie in other memory now: {result['moved']}. A view of the old sees the old "
+            "numbers",
             help="Write into the memory that is there: tensor.detach().copy_(...), not tensor.data = ...",
             rank=r,
         )

@@ -52,8 +52,9 @@ def a_forward_takes_the_shards_as_they_are(trial: Trial) -> None:
         seen.results,
         seen.after,
         alternatives={
-            "it is that of all weights before": seen.before,
-            "the weights outside the blocks are those before: backward alone gives them back": seen.stale,
+            "all weights are still those of the first forward": seen.before,
+            "the weights outside the blocks are still those of the first forward, and the blocks' are new: "
+            "only a backward frees what lies outside them, and none has come": seen.stale,
         },
         help="A forward without a backward may leave weights gathered, which have changed since: gather anew "
         "when the next one begins.",

@@ -11,7 +11,10 @@ from .meshes import Machines, groups_of
 from .models import build, odd_gpt
 from .training import Rule, mean
 
-LATE = "gradients were averaged across machines before backward had made them: an earlier pass's were"
+LATE = (
+    "what was averaged across machines is what .grad held before this backward: its own gradients came after "
+    "that, and are those of its own machine"
+)
 FIRST_ALONE = (
     "the first backward's gradients are averaged across machines, and what the second adds is the mean of "
     "its own machine"
