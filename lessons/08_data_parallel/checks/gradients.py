@@ -1,6 +1,5 @@
 """Checks of `all_reduce_gradients`: mean gradients after backward."""
 
-import re
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from .means import (
     require_mean,
     require_waits,
     sizes_of,
+    told_if_zeros_are_float32,
 )
 from .models import (
     Mixed,
@@ -134,12 +134,9 @@ def observe_some_unused(trial: Trial) -> SimpleNamespace:
     return observe_average(trial, [("left",), BOTH])
 
 
-FLOATS = ("float32", "float64")
-"""What a rank sends in `observe_double` if its zeros are float32: on every other rank a layer is not used."""
-
-
 def observe_double(trial: Trial) -> SimpleNamespace:
-    return observe_average(trial, [("left",), BOTH], double=True)
+    with told_if_zeros_are_float32():
+        return observe_average(trial, [("left",), BOTH], double=True)
 
 
 def observe_turned(trial: Trial) -> SimpleNamespace:
@@ -312,15 +309,7 @@ def gradients_may_lie_in_another_order(trial: Trial) -> None:
 @check("all_reduce_gradients")
 def gradients_keep_the_models_dtype(trial: Trial) -> None:
     """A float64 model is averaged in float64, and its gradients stay float64."""
-    help = "Make buffers and zeros in the parameter's dtype."
-    try:
-        require_mean(trial, trial.once(observe_double), help=help)
-    except CheckEnded as end:
-        sent = dict(re.findall(r"rank (\d+) called [\w ()]+ of \d+ (float\d+)", end.message))
-        if len(sent) > 1 and all(dtype == FLOATS[int(r) % 2] for r, dtype in sent.items()):
-            end.cause = "what a rank sends where it has no gradient is float32, and the gradients are float64"
-            end.help = "torch.zeros(shape) is float32. torch.zeros_like(parameter) has the parameter's dtype."
-        raise
+    require_mean(trial, trial.once(observe_double), help="Make buffers and zeros in the parameter's dtype.")
 
 
 @check("all_reduce_gradients")

@@ -1,5 +1,8 @@
 """What mean gradients must be: computed in one process, and compared with what the ranks have."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import Trial, is_close
+from grader.checks import CheckEnded, Trial, is_close
 
 from .models import (
     VOCAB,
@@ -73,6 +76,24 @@ def alternatives_to_the_mean(own: list[Tensor], mean: Tensor, sizes: list[int]) 
         "the gradient of rank 0": own[0],
         "a mean in which a rank counts by its share: it should be plain, share_loss weighs the loss": weighed,
     }
+
+
+FLOATS = ("float32", "float64")
+"""What a rank sends of a float64 model if its zeros are float32: on every other rank a layer is not used."""
+ZEROS_IN_ITS_DTYPE = "torch.zeros(shape) is float32. torch.zeros_like(parameter) has the parameter's dtype."
+
+
+@contextmanager
+def told_if_zeros_are_float32() -> Iterator[None]:
+    """Inside, every other rank does not use a layer: has the ranks' parting to do with the zeros' dtype?"""
+    try:
+        yield
+    except CheckEnded as end:
+        sent = dict(re.findall(r"rank (\d+) called [\w ()]+ of \d+ (float\d+)", end.message))
+        if len(sent) > 1 and all(dtype == FLOATS[int(r) % 2] for r, dtype in sent.items()):
+            end.cause = "what a rank sends where it has no gradient is float32, and the gradients are float64"
+            end.help = ZEROS_IN_ITS_DTYPE
+        raise
 
 
 NOTHING_AVERAGED = "each rank has only its own gradient: nothing was averaged"

@@ -14,11 +14,13 @@ from grader.checks import CheckEnded, Fault, Trial, Verdict, check, is_close
 
 from .means import (
     BOTH,
+    ZEROS_IN_ITS_DTYPE,
     draw_passes,
     expected_gradients,
     require_bytes,
     require_mean,
     sizes_of,
+    told_if_zeros_are_float32,
 )
 from .models import (
     Mixed,
@@ -64,6 +66,7 @@ def passes(
     other: bool,
     cleared: bool,
     between: bool,
+    double: bool,
     bucket_bytes: int,
     batches: list[tuple],
 ) -> dict:
@@ -72,9 +75,10 @@ def passes(
     Not in the first pass, an inner no_sync() has ended by then. With `broken`, an exception leaves each of
     them. With `other`, the passes that are not quiet are inside the no_sync() of another module, and one more
     backward goes through both. With `cleared`, every pass is a step of its own: gradients are None when it
-    begins; with `between`, too, they are cleared when its forward is over.
+    begins; with `between`, too, they are cleared when its forward is over. With `double`, all is in float64.
     """
     model = build(Mixed, seed).to(rank.device)
+    model = model.double() if double else model
     wrapped = rank.submission.DataParallel(model, rank.group, bucket_bytes=bucket_bytes)
     after = []
     if other:
@@ -126,6 +130,7 @@ def observe_passes(
     other: bool = False,
     cleared: bool = False,
     between: bool = False,
+    double: bool = False,
     bucket_bytes: int = 1,
 ) -> SimpleNamespace:
     seed, drawn = trial.seed(), draw_passes(trial, *orders)
@@ -137,7 +142,7 @@ def observe_passes(
         else ""
     ):
         results = trial.run(
-            passes, seed, quiet, broken, other, cleared, between, bucket_bytes, per_rank=given
+            passes, seed, quiet, broken, other, cleared, between, double, bucket_bytes, per_rank=given
         )
     first, steps = drawn[0], [[each] for each in drawn]
     drawn = steps[-1] if cleared else drawn
@@ -183,6 +188,11 @@ def observe_corners(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False], [("left",), BOTH])
 
 
+def observe_double(trial: Trial) -> SimpleNamespace:
+    with told_if_zeros_are_float32():
+        return observe_passes(trial, [False], [("left",), BOTH], double=True)
+
+
 def observe_other_order(trial: Trial) -> SimpleNamespace:
     return observe_passes(trial, [False], [BOTH, BOTH[::-1]])
 
@@ -221,6 +231,12 @@ def ranks_may_use_different_layers(trial: Trial) -> None:
         trial.once(observe_corners),
         help="finish_gradient_synchronization() sends the buckets that never became full.",
     )
+
+
+@check("DataParallel", world_sizes=(2,), subgroup=False)
+def zeros_travel_in_the_modules_dtype(trial: Trial) -> None:
+    """Of a float64 module, zeros of a layer that a rank did not use travel in float64, too."""
+    require_mean(trial, trial.once(observe_double), help=ZEROS_IN_ITS_DTYPE)
 
 
 @check("DataParallel", world_sizes=(2,), subgroup=False)
