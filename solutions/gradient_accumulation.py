@@ -32,7 +32,8 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
             left out. Use the loss that it gives: it need not be the cross entropy of those logits.
         inputs, targets: tokens and next tokens (b, s); a target of -1 does not count. At least one counts; a
             micro-batch may have none.
-        num_microbatches: k, at most b; where b is not divisible by it, micro-batches differ in size.
+        num_microbatches: k, at most b; where b is not divisible by it, micro-batches differ in size,
+            or are fewer.
 
     Returns:
         The mean loss over all counted targets, detached.

@@ -64,8 +64,8 @@ def parallelize_on_mesh(model: GPT, mesh: DeviceMesh, techniques: Mapping[str, T
     module to call.
 
     Raises:
-        ValueError: a dimension of the mesh with several ranks has no technique; nothing has been applied by
-            then.
+        ValueError: a dimension of the mesh with several ranks, whatever its name, has no technique; nothing
+            has been applied by then.
     """
     # answer
     order = ("tensor", "context", "data")  # hooks on parameters come after what replaces these

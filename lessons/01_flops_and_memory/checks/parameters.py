@@ -43,23 +43,28 @@ def last_norm(config: GPTConfig) -> int:
     return config.n_embd * (1 + config.bias)
 
 
-MOVES = {
-    ("mlp", "attention"): (
-        "the mlp's c_proj, h by 4h, is counted here: attention's has the same name. What attention has too "
-        "many, mlp has too few",
-        mlp_projection,
-    ),
-    ("attention", "mlp"): (
-        "attention's c_proj, h by h, is counted in mlp: the mlp's has the same name. What attention has too "
-        "few, mlp has too many",
-        attention_projection,
-    ),
-    ("norm", "embedding"): (
-        "the last norm, ln_f, is counted here. What embedding has too many, norm has too few",
-        last_norm,
-    ),
+def biases(config: GPTConfig, per_layer: int) -> int:
+    """So many biases of h numbers in every block."""
+    return config.n_layer * per_layer * config.n_embd * config.bias
+
+
+MOVES: dict[str, dict[str, Callable[[GPTConfig], int]]] = {
+    "the mlp's c_proj, h by 4h, is counted here: attention's has the same name. What attention has too many, "
+    "mlp has too few": {"attention": mlp_projection, "mlp": lambda c: -mlp_projection(c)},
+    "attention's c_proj, h by h, is counted in mlp: the mlp's has the same name. What attention has too few, "
+    "mlp has too many": {"attention": lambda c: -attention_projection(c), "mlp": attention_projection},
+    "the last norm, ln_f, is counted here. What embedding has too many, norm has too few": {
+        "embedding": last_norm,
+        "norm": lambda c: -last_norm(c),
+    },
+    "the biases of the linear layers are counted in norm: what attention and mlp have too few, norm has too "
+    "many": {
+        "attention": lambda c: -biases(c, 4),
+        "mlp": lambda c: -biases(c, 5),
+        "norm": lambda c: biases(c, 9),
+    },
 }
-"""The part that something belongs to and the part that it is counted in → how that reads, and its size.
+"""How it reads → the parts that something was moved between, and what each has too many, or with - too few.
 
 It reads as it is told of the one that is compared first.
 """
@@ -68,20 +73,17 @@ It reads as it is told of the one that is compared first.
 def moved(answers: Answers, where: Where, part: str) -> dict[str, Callable[[GPTConfig], int]]:
     """What this part has too much or too little in all calls, and another one too little or too much."""
 
-    def off(other: str, sign: int, size: Callable[[GPTConfig], int]) -> bool:
+    def off(other: str, size: Callable[[GPTConfig], int]) -> bool:
         asked = answers.select(other, where, 0.0)
-        return all(whole(each.given) == each.true + sign * size(*each.call) for each in asked)
+        return all(
+            size(*each.call) != 0 and whole(each.given) == each.true + size(*each.call) for each in asked
+        )
 
     return {
-        told: partial(times, 1 if part == counted_in else -1, size)
-        for (owner, counted_in), (told, size) in MOVES.items()
-        if part in (owner, counted_in) and off(counted_in, 1, size) and off(owner, -1, size)
+        told: sizes[part]
+        for told, sizes in MOVES.items()
+        if part in sizes and all(off(other, size) for other, size in sizes.items())
     }
-
-
-def times(sign: int, size: Callable[[GPTConfig], int], config: GPTConfig) -> int:
-    """So many parameters too many, or with sign -1 too few."""
-    return sign * size(config)
 
 
 def moved_slips(part: str, found: dict[str, Callable[[GPTConfig], int]], c: GPTConfig) -> dict[str, float]:

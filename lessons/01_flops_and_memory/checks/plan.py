@@ -88,6 +88,9 @@ def plan_slips(
             "18 bytes a parameter: here it is 16": ceil(states * 18 / 16),
             "4 bytes a parameter: here it is 16": ceil(states / 4),
             "num_gpus is how many there are: fewest_gpus is how many the states need": gpus,
+            "no fewer than num_gpus: how many there are says nothing of how many the states need": max(
+                gpus, right[key]
+            ),
             "no more than num_gpus: the states may need more GPUs than there are": min(gpus, right[key]),
         },
     }

@@ -41,6 +41,11 @@ def training_slips(c: GPTConfig, b: int, s: int, recompute: str = "none") -> dic
             6 * b * s * (parameters(c)["total"] - c.block_size * c.n_embd) + 3 * core
         ),
     }
+    head = forward["head"]
+    slips |= {
+        "one product of the head is missing: backward makes two, for x and for its matrix": step - head,
+        "both backward products of the head are missing": step - 2 * head,
+    }
     if recompute == "none":
         return slips | {
             'nothing is computed again with recompute="none": here the core is': step + core,
@@ -99,4 +104,12 @@ def compare_word(trial: Trial, word: str, help: str) -> None:
 def unknown_recompute_is_refused(trial: Trial) -> None:
     """Another word for recompute is a ValueError."""
     calls = [(*batch_for(trial, draw(trial)), word) for word in ("selective", "Full", "", "core")]
-    require_refusal(trial, Answers(trial, "training_flops", calls, lambda *_: None), WORDS)
+    answers = Answers(trial, "training_flops", calls, lambda *_: None)
+    refused = [isinstance(given, str) and given.startswith("ValueError") for given in answers.given]
+    trial.require(
+        refused != [word != "" for *_, word in calls],
+        "other words are refused, and recompute='' is taken for one that is possible",
+        help='Compare with ==: `in ("none")` looks for a piece of a word, and "" is in each; '
+        '`recompute or "none"` takes it for a word that was not given.',
+    )
+    require_refusal(trial, answers, WORDS)

@@ -351,7 +351,7 @@ def the_mean_holds_no_graph(trial: Trial) -> None:
 
 @check("watched_forward")
 def blocks_are_still_checkpointed(trial: Trial) -> None:
-    """Each block is computed once more in backward, and keeps its input alone."""
+    """Each block is computed once more in backward, and no more than its input is kept for that."""
     seen = trial.once(observe)
     forward, both = seen.mine["called"]
     trial.equal(

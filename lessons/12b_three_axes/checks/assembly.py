@@ -39,6 +39,7 @@ MESHES: dict[int, list[Sizes]] = {
         {"tensor": 4},
         {"data": 4},
         {"context": 4},
+        {"data": 2, APART: 2},
     ],
     2: [{"tensor": 2, "data": 1}, {"data": 2}],
     1: [{"data": 1, "context": 1, "tensor": 1}],

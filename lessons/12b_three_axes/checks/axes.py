@@ -75,6 +75,9 @@ def slips(config: GPTConfig, batch_size: int, sizes: dict, zero3: bool = False) 
         "the ring goes round three times: k and v in forward, again in backward, and their gradients": {
             "blocks": 2 * (c - 1)
         },
+        "a block is keys or values: here both are in each": {"blocks": 12 * (c - 1)},
+        "an all-reduce is missing at one end: the embedding's output has one, and the head's input gradient "
+        "has one": {"sums": 4 * layers + 1},
         "each hop carries keys and values: two blocks": {"blocks": 3 * (c - 1)},
         "the two ends are missing: 4 sums a layer, and 2 more": {"sums": 4 * layers},
         "the token table is counted twice: the head is the same table": {"tables": 1},

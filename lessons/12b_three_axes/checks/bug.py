@@ -123,6 +123,16 @@ def by_weight(
     return [weighed(*shares[slot], weigh(mine, slot % d, sizes)) for mine, slot in own]
 
 
+def by_own_tokens(seen: SimpleNamespace, i: int, n: int) -> list[tuple[Tensor, Tensor]]:
+    """The same where each rank counts its own part of the tokens along context alone."""
+    c = seen.plans[i]["context"]
+    by_place = [
+        by_weight(seen, i, by_share, n, lambda targets, part=part: counted(targets.chunk(c, 1)[part]))
+        for part in range(c)
+    ]
+    return [by_place[place(r, seen.plans[i])["context"]][r] for r in range(n)]
+
+
 def by_share(counts: list[int], p: int, sizes: dict[str, int]) -> float:
     """The weight that is right."""
     return counts[p] * sizes["data"] / sum(counts)
@@ -146,6 +156,10 @@ PART_OF_THE_MEAN = "it is this rank's part of the mean: the mean along data divi
 SUMMED = "the loss itself was summed over the ranks along data, as one that has every rank's loss in it"
 OWN_LOSS = "Let the count of targets alone travel: each rank's own loss is weighed by its share of it."
 
+OWN_TOKENS = (
+    "each rank counts the targets of its own part of the tokens: those of the whole rows count, for a loss "
+    "that is the mean of whole rows"
+)
 SHARE = (
     "A loss weighs as its share of the counted targets along data; the ranks that the sum counts, and those "
     "that the mean goes over, are the same."
@@ -244,6 +258,8 @@ def require(trial: Trial, part: int, what: str, alone: bool) -> None:
             ("every -1 before the last counted target of its row is counted, too", up_to_the_last),
         ):
             by_slip[words] = by_weight(seen, i, by_share, n, count)
+        if sizes["context"] > 1:
+            by_slip[OWN_TOKENS] = by_own_tokens(seen, i, n)
         if i:
             first = sum(counted(targets) for _, targets in seen.drawn[0])
             by_slip[KEPT] = by_weight(seen, i, partial(by_another_count, first), n)

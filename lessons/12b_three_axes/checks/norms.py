@@ -246,6 +246,19 @@ def slips(seen: SimpleNamespace, i: int, num_ranks: int) -> dict:
             ),
             ONE_ROOT,
         ),
+        "the norms of a parameter's parts are added up, where their squares belong": Fault(
+            root(
+                sum(
+                    sum(
+                        root(part.double().square().sum())
+                        for part in every_part(x, PARAMETERS[name][1], sizes)
+                    )
+                    ** 2
+                    for name, x in whole.items()
+                )
+            ),
+            ONE_ROOT,
+        ),
         "roots are added up, of each parameter's squares or of those that are cut alike": Fault(
             sum(root(x) for x in squares.values()), ONE_ROOT
         ),
