@@ -89,7 +89,8 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
     ),
     (
         _NOT_CONTIGUOUS,
-        "a tensor that does not lie in one piece of memory was sent: only contiguous ones travel",
+        "a tensor was sent that does not lie in one piece of memory, or lies there in another order than its "
+        "elements have: only contiguous ones travel",
         "Send x.contiguous(): reshape(-1) may give a view, which lies no better. Only where x itself is to "
         "hold what arrives, copy that back into x.",
     ),

@@ -11,6 +11,7 @@ from grader.checks import Fault, Trial, check, exercise
 
 from .carried import require_carried
 from .cases import (
+    IN_FLOAT32,
     IN_FLOAT64,
     Case,
     ask,
@@ -100,8 +101,13 @@ def slips(case: Case, actual: list[Tensor], way: int) -> dict[str, Any]:
         "each shard stands one place too far": joined([s - 1 for s in range(n)]),
         "each shard stands one place too early": joined([s + 1 for s in range(n)]),
     }
-    if case.values[0].dtype == torch.int64:
-        known[IN_FLOAT64] = torch.cat(case.values).double().long()
+    if case.values[0].dtype in (torch.int64, torch.float64):
+        shards = torch.cat(case.values)
+        rounded = {IN_FLOAT32: shards.float().to(shards.dtype)}
+        if shards.dtype == torch.int64:
+            rounded[IN_FLOAT64] = shards.double().long()
+        if fits_any(actual, rounded):
+            return rounded
     whole = all(a.shape[:1] == (n * len(value),) for a, value in zip(actual, case.values, strict=True))
     if whole and (sure := without_own(case, actual)):
         return sure

@@ -195,7 +195,7 @@ def small_tensors_go_round_too(trial: Trial) -> None:
                 trial.require(
                     torch.equal(answer["tensor"], first),
                     f"given {case} the sums on ranks 0 and {r} differ in their last digits",
-                    cause="the ranks add in another order each",
+                    cause="each rank adds in an order of its own",
                     help="A chunk is added up once, on its way round; what the all-gather brings is copied.",
                     rank=r,
                 )

@@ -19,6 +19,7 @@ PLAIN, TRANSPOSED, SPACED = "", "transposed", "every other element"
 MIXED = "transposed, but on rank 0"
 CHANNELS_LAST = "channels_last, on rank 0 alone"
 FILL = 77  # what stands between the elements of a spaced tensor
+IN_FLOAT32 = "it went through float32, which keeps 24 bits of a number: its last digits are lost"
 IN_FLOAT64 = "it went through float64, in which whole numbers above 2^53 lose their last digits"
 LATE = 0.15  # seconds: the others have passed three delays by then
 

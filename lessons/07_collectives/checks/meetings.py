@@ -120,7 +120,7 @@ def require_turns(trial: Trial, seen: SimpleNamespace, i: int) -> None:
             over = sum(before <= started for before in recording.waited_after)
             trial.require(
                 started - over < 2,
-                f"given {seen.cases[i]} it starts {event.describe()} while {started - over} messages are "
+                f"given {seen.cases[i]} it starts a {event.describe()} while {started - over} messages are "
                 "still under way",
                 cause="messages of an earlier round have not been waited for when those of the next start",
                 help="Wait for both messages of a round before the next one begins.",

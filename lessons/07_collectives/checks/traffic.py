@@ -39,10 +39,12 @@ def unwaited(recordings: Sequence[Recording], case: int | None = None) -> str:
         started = [kind for kind in recording.kinds(after=mark) if kind in ("send", "recv")]
         waits = recording.waits(after=mark)
         if waits < len(started):
-            calls = " and ".join(f"i{kind}" for kind in ("send", "recv") if kind in started)
+            calls = [f"i{kind}" for kind in ("send", "recv") if kind in started]
+            messages = "1 message" if len(started) == 1 else f"{len(started)} messages"
+            at_once = f"{calls[0]} returns" if len(calls) == 1 else f"{' and '.join(calls)} return"
             return (
-                f"rank {r} starts {len(started)} messages in this call and waits for {waits} of them: "
-                f"{calls} return at once, and a handle that nobody waits for says nothing of its message"
+                f"rank {r} starts {messages} in this call and waits for {waits} of them: {at_once} at once, "
+                "and a handle that nobody waits for says nothing of its message"
             )
     return ""
 
@@ -155,6 +157,11 @@ def _why(
         return f"what travels is {wider[0].dtype}, and the tensor is {case}", OWN_DTYPE
     if large and by_rank[r] > most and all(event.num_bytes >= whole for event in large):
         return f"it passes whole tensors round, {len(large)} of them, not chunks", ""
+    chunk = large[0].num_bytes if large else 0
+    if len(large) > 1 and [event.num_bytes for event in large] == [
+        k * chunk for k in range(1, len(large) + 1)
+    ]:
+        return "its messages grow: it passes on all that it has, where what came last is enough", ""
     busiest = max(range(len(by_rank)), key=by_rank.__getitem__)
     if by_rank[r] < most < by_rank[busiest]:
         return f"the ranks share the work unevenly: rank {busiest} sends {by_rank[busiest]:,} bytes", ""

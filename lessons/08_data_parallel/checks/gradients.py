@@ -79,6 +79,7 @@ def average(
         "recording": recording,
         "device": rank.device.type,
         "thawed": thawed(rank, model) if twice else None,
+        "gone": gone(rank, model) if twice else None,
     }
 
 
@@ -99,6 +100,19 @@ def thawed(rank: Any, model: Mixed) -> dict[str, Tensor | None]:
         parameter.grad = torch.full_like(parameter, rank.rank + 1.0)
     rank.submission.all_reduce_gradients(model, rank.group)
     return gradients(model)
+
+
+GONE = "right.weight"
+"""Of the awkward model, what rank 0 has no gradient of in a last call."""
+
+
+def gone(rank: Any, model: Mixed) -> Tensor | None:
+    """The mean of a weight whose gradient is None on rank 0, and was there in all calls before."""
+    for name, parameter in model.named_parameters():
+        lacks = rank.rank == 0 and rank.num_ranks > 1 and name == GONE
+        parameter.grad = None if lacks else torch.full_like(parameter, rank.rank + 1.0)
+    rank.submission.all_reduce_gradients(model, rank.group)
+    return gradients(model)[GONE]
 
 
 def observe_average(
@@ -268,6 +282,25 @@ def what_is_trained_may_change(trial: Trial) -> None:
         torch.full((7, 7), (n + 1) / 2),
         alternatives={kept: own} if n > 1 else {},
         help="Ask for requires_grad in each call.",
+    )
+
+
+@check("all_reduce_gradients", world_sizes=(2, 4))
+def each_call_has_its_own_gradients(trial: Trial) -> None:
+    """A gradient that was there in the calls before, and is None on a rank in this one, counts as zero."""
+    results, n = trial.once(observe_all_used).results, trial.num_ranks
+    total, before = (n + 2) * (n - 1) / 2, (n + 1) / 2
+    kept = "rank 0 sends the mean of the call before: memory that is kept from call to call still holds it"
+    own = "rank 0 sends its own gradient of the call before: memory that is kept still holds it"
+    trial.close(
+        f"the gradient of {GONE}, which rank 0 lacks in a last call,",
+        [result["gone"] for result in results],
+        torch.full((7, 7), total / n),
+        alternatives={
+            kept: torch.full((7, 7), (total + before) / n),
+            own: torch.full((7, 7), (total + 1) / n),
+        },
+        help="Where .grad is None, send zeros: in memory that is kept, write them in each call.",
     )
 
 

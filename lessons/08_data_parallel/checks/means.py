@@ -203,9 +203,10 @@ def require_bytes(trial: Trial, rank: int, recording: Any, size: int, what: str 
     )
     trial.require(
         reduced <= size + slack,
-        f"{reduced} bytes were reduced, and {what} have {size}: some went twice, or weights that are not "
-        "trained went too",
-        help="model.parameters() names a tied weight once. Leave out what has requires_grad False.",
+        f"{reduced} bytes were reduced, and {what} have {size}: some went twice, or something else "
+        "went along",
+        help="model.parameters() names a tied weight once. Leave out what has requires_grad False, and what "
+        "is no gradient.",
         rank=rank,
     )
     trial.require(

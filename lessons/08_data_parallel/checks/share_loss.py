@@ -157,7 +157,7 @@ def observe_nothing_on_the_first(trial: Trial) -> SimpleNamespace:
 
 def observe_double(trial: Trial) -> SimpleNamespace:
     """Some targets, and as many on each rank as float32 can not hold, nor int32 those of two."""
-    many = [2**30 + 64] * trial.num_ranks
+    many = [2**30 + 2**20 + 64] * trial.num_ranks
     return observe(
         trial,
         [
