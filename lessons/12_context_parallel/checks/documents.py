@@ -13,6 +13,7 @@ from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.results import overwritten, results_stay
 
 from .frozen import NEEDING, gradients_of_some, require_where_needed
+from .grouped import ADD_UP, FOLDED_LATE, PER_GROUP
 from .ring_slips import by_parts
 from .shared import (
     BACKWARD,
@@ -41,10 +42,6 @@ exercise(
         "F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1)).",
     ),
 )
-
-PER_GROUP = 3
-"""Heads of q that share one of k and v."""
-
 
 ONE_IN_FLOAT32, ONE_IN_INT32 = (2**24, 2**24 + 1), (9, 9 + 2**32)
 
@@ -139,6 +136,19 @@ def grouped(seen: SimpleNamespace, mask: Tensor, turns: bool = False) -> Tensor:
     return attention(q, k, v, mask)[0]
 
 
+ROW_0, CAST = "every row of the batch has the documents of row 0", "the documents' numbers are cast"
+STEPS = {
+    ROW_0: "Compare in each row of the batch the numbers of that row: documents[:, mine, None] has them all.",
+    CAST: "Compare the numbers as they come, in int64.",
+}
+
+
+def with_steps(outputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor] | Fault]:
+    """With the next step, where a cause has one of its own."""
+    steps = {cause: [step for start, step in STEPS.items() if cause.startswith(start)] for cause in outputs}
+    return {cause: Fault(out, *steps[cause]) if steps[cause] else out for cause, out in outputs.items()}
+
+
 def wrong_masks(seen: SimpleNamespace) -> dict[str, Tensor]:
     """Cause → the mask that it leads to."""
     documents, length, n = seen.documents, seen.documents.size(1), len(seen.where)
@@ -151,14 +161,15 @@ def wrong_masks(seen: SimpleNamespace) -> dict[str, Tensor]:
     found = {
         "documents are ignored: every earlier token is seen": before.expand_as(same),
         "nothing is masked inside a document: later tokens are seen": same,
-        "every row of the batch has the documents of row 0": same[:1].expand_as(same) & before,
+        ROW_0: same[:1].expand_as(same) & before,
         "a document whose number is smaller than that of the one before was joined to it: a number says "
         "which document it is, and in no order": same_document(rises) & before,
         "a token does not see itself": same & before & (places.unsqueeze(1) > places),
     }
     for dtype, (one, two) in ((torch.float32, ONE_IN_FLOAT32), (torch.int32, ONE_IN_INT32)):
-        told = f"the documents' numbers are cast to {dtype}, in which {one:,} and {two:,} are one number"
-        found[told] = same_document(documents.to(dtype)) & before
+        found[f"{CAST} to {dtype}, in which {one:,} and {two:,} are one number"] = (
+            same_document(documents.to(dtype)) & before
+        )
     if n > 1:
         first = documents[:, : seen.part].repeat(1, n)
         found |= {
@@ -186,7 +197,7 @@ def known_or_sorted(trial: Trial, seen: SimpleNamespace, outs: list) -> dict[str
     """Causes of a wrong output; where none fits, whether the same documents are right in rising numbers."""
     found = wrong_outputs(seen)
     if any(all(map(is_close, outs, slip)) for slip in found.values()):
-        return found
+        return with_steps(found)
     rising = SimpleNamespace(**vars(seen))
     rising.documents = seen.documents.diff(dim=1, prepend=seen.documents[:, :1]).ne(0).cumsum(1)
     sorted_outs = [result["out"] for result in trial.run(attend, per_rank=given(rising))]
@@ -260,6 +271,11 @@ def sent(events: list[Event], n: int) -> float:
     return sum(event.num_bytes * shares.get(event.kind, 1) for event in events)
 
 
+AS_THEY_ARE = (
+    "Gather k and v as they are, each once; reduce-scatter their gradients. Queries and outputs stay."
+)
+
+
 @check("document_attention", world_sizes=(2, 4, 3))
 def keys_travel_once_and_queries_never(trial: Trial) -> None:
     """In forward k and v reach the other ranks, once, with a_kv heads; in backward so do their gradients."""
@@ -271,21 +287,24 @@ def keys_travel_once_and_queries_never(trial: Trial) -> None:
             found = sent(events, n)
             if after == BACKWARD:  # k and v may be gathered once more, where they were not kept
                 found -= min(most, sent([e for e in events if e.kind in ("all_gather", "broadcast")], n))
-            cause = ""
+            cause, help = "", AS_THEY_ARE
             if any(event.kind == "all_reduce" for event in events):
                 cause = (
                     "an all-reduce brings every rank the sum for all keys, of which it needs its own alone"
                 )
             elif abs(found - PER_GROUP * most) < 0.01 * most:
+                reduced = sent([e for e in events if e.kind in ("reduce_scatter", "all_to_all")], n)
+                late = after == BACKWARD and abs(reduced - found) < 0.01 * most
                 cause = "k and v are repeated for the heads of q before they are sent, not after"
+                if late:
+                    cause, help = FOLDED_LATE, ADD_UP
             elif abs(found - (2 + PER_GROUP) / 2 * most) < 0.01 * most:
                 cause = "what has the heads of q travels, too"
             trial.require(
                 found <= 1.01 * most,
-                f"the {where} sends {found:,.0f} bytes from this rank, and k and v to the other {n - 1} are "
-                f"{most:,}",
-                help="Gather k and v as they are, each once; reduce-scatter their gradients. Queries and "
-                "outputs stay.",
+                f"the {where} sends {found:,.0f} bytes from this rank, and k and v to the "
+                f"{'one other rank' if n == 2 else f'other {n - 1} ranks'} are {most:,}",
+                help=help,
                 rank=r,
                 cause=cause,
             )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import Fault, Recording, Trial
+from grader.checks import Event, Fault, Recording, Trial
 
 from .ring_slips import by_parts
 from .rings import Kind
@@ -114,29 +114,54 @@ def of_heads(seen: SimpleNamespace, i: int) -> Tensor:
 
 
 def require_bytes(
-    trial: Trial, seen: SimpleNamespace, sent: Callable[[Recording, str], float], most: Callable[[str], float]
+    trial: Trial,
+    seen: SimpleNamespace,
+    sent: Callable[[Recording, str], float],
+    most: Callable[[str], float],
+    cause_in_backward: str = "",
 ) -> None:
     """What leaves a rank is of a_kv heads: `most` in blocks of k, in forward ("") and in backward."""
     for r, result in enumerate(seen.results):
         for after, where in (("", "forward"), (BACKWARD, "backward")):
             blocks = sent(result["recording"], after) / seen.block
+            late = bool(after and cause_in_backward)
             trial.require(
                 blocks <= most(after) + 0.1,
                 f"the {where} sent {blocks:.3g} blocks of {seen.k.size(1)} heads where {most(after):.3g} are "
                 f"enough: k and v have {seen.k.size(1)} heads, and q has {seen.q.size(1)}",
-                help="Send k and v as they were given, and give each head of q its copy where you compute.",
-                cause="k and v repeated before they are sent?",
+                help=ADD_UP
+                if late
+                else "Send k and v as they were given, and give each head of q its copy where you compute.",
+                cause=cause_in_backward if late else "k and v repeated before they are sent?",
                 rank=r,
             )
+
+
+FOLDED_LATE = "k and v travel with their own heads, and in backward their gradients with the heads of q"
+ADD_UP = "Add up the gradients of the heads of q that share a head of k and v before they travel, not after."
+
+
+def folded_late(seen: SimpleNamespace, events: list[Event]) -> bool:
+    """Whether a ring's backward sends k and v as they are, and gradients of as many heads as q has."""
+    n, blocks = len(seen.results), [event.num_bytes / seen.block for event in events]
+    if not blocks or blocks[0] > 2.1:  # k and v leave before any gradient, in one message or in two
+        return False
+    return any(abs(sum(blocks) - 2 * (n - 1) - 2 * PER_GROUP * hops) < 0.1 for hops in (n - 1, n))
 
 
 def require_ring(trial: Trial, seen: SimpleNamespace) -> None:
     """All of it, for a ring."""
     n = trial.num_ranks
     require_values(trial, seen)
+
+    def sends(recording: Recording, after: str) -> list[Event]:
+        return blocks_on_the_wire(recording.select(None, after))
+
+    late = all(folded_late(seen, sends(result["recording"], BACKWARD)) for result in seen.results)
     require_bytes(
         trial,
         seen,
-        lambda recording, after: sum(e.num_bytes for e in blocks_on_the_wire(recording.select(None, after))),
+        lambda recording, after: sum(event.num_bytes for event in sends(recording, after)),
         lambda after: 4 * n - 2 if after else 2 * (n - 1),
+        FOLDED_LATE if late else "",
     )

@@ -1,9 +1,12 @@
 """Checks of `merge_attention`: attention to two blocks, from attention to each."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from grader.checks import Fault, Trial, check, exercise
 
@@ -23,24 +26,33 @@ exercise(
 )
 
 
+def wrote_into(merge: Callable, given: list[Tensor]) -> tuple[Any, bool]:
+    """What a merge returns, and whether it changed what it was given."""
+    before = [x.detach().clone() for x in given]
+    found = merge(*given)
+    return found, not all(map(torch.equal, given, before))
+
+
 def merge_probe(rank, cases: list) -> list:
+    merge = rank.submission.merge_attention
     results = []
     for out_a, lse_a, out_b, lse_b, d_out in cases:
         outs = [x.clone().requires_grad_() for x in (out_a, out_b)]
         lses = [x.clone().requires_grad_() for x in (lse_a, lse_b)]
         # Not leaves: a merge may write into nothing that it was given, and autograd would refuse a leaf.
         given = [outs[0] * 1, lses[0] * 1, outs[1] * 1, lses[1] * 1]
-        before = [x.detach().clone() for x in given]
-        found = rank.submission.merge_attention(*given)
+        plain = [x.detach().clone() for x in given]
+        found, wrote = wrote_into(merge, given)
         result = {"pair": isinstance(found, tuple | list) and len(found) == 2}
         with torch.no_grad():
-            rank.submission.merge_attention(*given)
-        result["unchanged"] = all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+            result["wrote"] = [wrote, wrote_into(merge, given)[1]]
+        intact = not any(result["wrote"])
+        result["wrote"].append(wrote_into(merge, plain)[1])
         if result["pair"]:
             out, lse = found
             result |= {"out": out.detach().clone(), "lse": lse.detach().clone()}
             shapes = (out.shape, lse.shape) == (d_out.shape, d_out.shape[:-1])
-            if out.requires_grad and shapes and result["unchanged"]:
+            if out.requires_grad and shapes and intact:
                 ((out * d_out).sum() + (lse * d_out[..., 0]).sum()).backward()
                 result["gradients"] = [x.grad for x in (outs[0], lses[0], outs[1], lses[1])]
         results.append(result)
@@ -145,16 +157,23 @@ def require_merge(trial: Trial, name: str, help: str) -> None:
     trial.close(f"lse of both blocks ({name})", result["lse"], lse, lses, help, rtol=1e-4)
 
 
+NO_BACKWARD = "Make new tensors, also where no backward is to come: the caller may need the old ones."
+CALLS = {
+    "": "Make new tensors: backward may need the old ones.",
+    "under torch.no_grad() ": NO_BACKWARD,
+    "where no input needs a gradient, ": NO_BACKWARD,
+}
+"""How a merge was called → the next step, if it wrote into what it was given."""
+
+
 @check("merge_attention")
 def what_is_merged_stays_as_it_was(trial: Trial) -> None:
     """The given out and lse are not written to."""
     seen = trial.once(observe_merges)
     for name in MERGES:
-        trial.require(
-            seen.results[name]["unchanged"],
-            f"merge_attention changed a tensor that it was given ({name})",
-            help="Make new tensors: backward may need the old ones.",
-        )
+        for (when, help), wrote in zip(CALLS.items(), seen.results[name]["wrote"], strict=True):
+            told = f"{when}merge_attention changed a tensor that it was given ({name})"
+            trial.require(not wrote, told, help)
 
 
 @check("merge_attention")

@@ -30,6 +30,7 @@ from .model_losses import (
 from .shared import (
     BACKWARD,
     FEW,
+    ONE_BLOCK,
     SIZES,
     Watch,
     hops_at_most,
@@ -61,6 +62,7 @@ NO_GRAPH = (
     "in the sums of the gradients"
 )
 
+CUT_FIRST = "Cut tokens and positions before they are embedded: a rank embeds its own alone."
 IN_EVERY_MODE = "Cut tokens and positions in evaluation, too: a rank has its own tokens, in every mode."
 
 
@@ -435,7 +437,8 @@ def no_rank_holds_the_sequence(trial: Trial) -> None:
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
         for found in result["long"][: 2 if trial.num_ranks == 3 else 1]:
-            nothing_is_long(trial, found, seen.sizes["length"], r)
+            help = CUT_FIRST if found.startswith("embedding ") else ONE_BLOCK
+            nothing_is_long(trial, found, seen.sizes["length"], r, help)
         found = result["long in evaluation"]
         nothing_is_long(
             trial, found and f"under no_grad {found}", seen.sizes["length"], r, help=IN_EVERY_MODE

@@ -332,8 +332,10 @@ def slack_flops(seen: SimpleNamespace) -> float:
 def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
     """No more products than the visible blocks need, and three times that in backward."""
     n = trial.num_ranks
+    units = "blocks" if kind.chunks == 1 else "pairs of chunks"
     for r, result in enumerate(seen.results):
         most = kind.most_pairs(r, n)
+        visible = "1 block" if most == 1 else f"{most} {units}"
         for after, times, told in (("", 1, "forward"), (BACKWARD, 3, "backward")):
             flops = result["recording"].flops(after)
             allowed = times * most * pair_flops(seen) + slack_flops(seen)
@@ -342,13 +344,13 @@ def require_work(trial: Trial, seen: SimpleNamespace, kind: Kind) -> None:
             masked = not after and 0 <= flops - every * pair_flops(seen) <= slack_flops(seen)
             trial.require(
                 flops <= allowed,
-                f"the {told} took {flops:,} FLOPs; {most} pairs of chunks that rank {r} has to look at take "
-                f"{most * pair_flops(seen):,.0f}{each}",
+                f"the {told} took {flops:,} FLOPs; rank {r} has to look at {visible}: "
+                f"{most * pair_flops(seen):,.0f} FLOPs{each}",
                 help="A block that lies in the future is passed on, and not computed and masked."
                 if kind.chunks == 1
                 else "Of two parts compute only the pairs of chunks that are seen: 2 of 4 after step 0.",
                 rank=r,
-                cause=f"all {every} pairs are computed: what lies in the future is masked, and not left out"
+                cause=f"all {every} {units} are computed: what lies in the future is masked, and not left out"
                 if masked
                 else "",
             )
@@ -359,6 +361,8 @@ def require_unchanged(trial: Trial, seen: SimpleNamespace) -> None:
         trial.require(
             not result["changed"],
             f"changed in place: {', '.join(result['changed'])}",
-            help="Receive into tensors of your own, and add into tensors of your own.",
+            help="Make new tensors in backward: d_out * out is one, d_out.mul_(out) writes into what came in."
+            if result["changed"] == ["the gradient that came in"]
+            else "Receive into tensors of your own, and add into tensors of your own.",
             rank=r,
         )
