@@ -218,7 +218,12 @@ def embedding_output_is_the_dense_one(trial: Trial) -> None:
             alternatives=partial(other_outputs, seen, ranges or [], trial.num_ranks),
         )
         for rank, result in enumerate(seen.results):
-            trial.require(not result["idx_changed"], "the tokens were changed in place", rank=rank)
+            trial.require(
+                not result["idx_changed"],
+                "the tokens were changed in place",
+                help="Make new tensors: idx - first is one, and idx -= first writes into the caller's.",
+                rank=rank,
+            )
         trial.close(
             f"the output of a later call, with other tokens in the same shape ({name})",
             each_rank(seen, "later"),
