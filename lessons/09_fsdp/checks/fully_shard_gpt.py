@@ -166,6 +166,8 @@ def a_block_is_a_unit(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         sizes = [e.num_bytes for e in result["recording"].select("all_gather", after="forward")]
         missing = [f"transformer.h.{i}" for i in range(DEEP.n_layer) if i not in result["units"]]
+        joined = [k for each in sizes for k in range(2, DEEP.n_layer + 1) if k * size <= each <= k * padded]
+        in_lists = f"a list of {joined[0]} blocks was given to fully_shard" if joined else ""
         trial.require(
             sum(size <= each <= padded for each in sizes) == DEEP.n_layer,
             f"forward gathers {told(sizes)} bytes, and {DEEP.n_layer} blocks have {size:,} each",
@@ -176,6 +178,8 @@ def a_block_is_a_unit(trial: Trial) -> None:
             if max(sizes, default=0) >= bytes_of(seen.model)
             else f"{', '.join(missing)} has no call of its own"
             if missing
+            else f"{in_lists}, which makes one unit of it: they are gathered together"
+            if sum(joined) == DEEP.n_layer
             else "",
         )
         trial.require(

@@ -61,17 +61,25 @@ def close(value: float, expected: float) -> bool:
     return math.isclose(value, expected, rel_tol=1e-6, abs_tol=0.5 if expected == 0 else 1.0)
 
 
-def require_key(trial: Trial, result: dict, key: str, case: tuple[int, int, int], help: str) -> None:
+def require_key(trial: Trial, result: dict, key: str, case: tuple[int, int, int]) -> None:
     trial.require(
-        key in result, f'in stage {case[2]} the dictionary has no "{key}": it has {sorted(result)}', help=help
+        key in result,
+        f'in stage {case[2]} the dictionary has no "{key}": it has {sorted(result)}',
+        help="What a stage does not use is 0: put it in."
+        if key in TIMES
+        else f"Put it in: every stage has {', '.join(STATES)} and total.",
     )
+
+
+DIVIDE = ": divide with /"
+"""A cause that ends so is its own next step."""
 
 
 def require_number(trial: Trial, seen: Any, key: str, right: Any, wrong: dict[str, Any], help: str) -> None:
     """One key of every case is right, or the cause is told: `wrong` has a sentence and its formula."""
     for case, result in zip(seen.cases, seen.results, strict=True):
         where = f"{key} of P = {case[0]:,}, n = {case[1]}, stage {case[2]}"
-        require_key(trial, result, key, case, help)
+        require_key(trial, result, key, case)
         trial.require(
             isinstance(result[key], int | float) and not isinstance(result[key], bool),
             f"{where}: expected a number, got {result[key]!r}",
@@ -87,9 +95,9 @@ def require_number(trial: Trial, seen: Any, key: str, right: Any, wrong: dict[st
         expected = float(right(*case))
         if not close(value, expected):
             where = f"{key} of P = {case[0]:,}, n = {case[1]}, stage {case[2]}"
-            trial.wrong(
-                f"{where}: expected {expected:,.1f}, got {value:,.1f}", help, cause=(causes or [""])[0]
-            )
+            cause = (causes or [""])[0]
+            step = "" if cause.endswith(DIVIDE) else help
+            trial.wrong(f"{where}: expected {expected:,.1f}, got {value:,.1f}", step, cause=cause)
 
 
 def bytes_formula(per_parameter: int, first_stage: int) -> Any:
@@ -115,10 +123,10 @@ def require_state(trial: Trial, key: str) -> None:
     if key == "optimizer":
         told = "the fp32 copy of the weights is whole: it is 4 of the optimizer's 12 bytes, and cut like them"
         wrong[told] = lambda p, n, s: 4 * p + 8 * p / (n if s >= first else 1)
-    wrong["P // n is a whole number, rounded before it is multiplied: divide with /"] = lambda p, n, s: (
+    wrong[f"P // n is a whole number, rounded before it is multiplied{DIVIDE}"] = lambda p, n, s: (
         per_parameter * (p // n if s >= first else p)
     )
-    wrong["P/n is rounded up before it is multiplied: divide with /"] = lambda p, n, s: (
+    wrong[f"P/n is rounded up before it is multiplied{DIVIDE}"] = lambda p, n, s: (
         per_parameter * (-(-p // n) if s >= first else p)
     )
     wrong[f"only one rank's neighbours were counted: a share is 1/n of the {key}"] = lambda p, n, s: (
@@ -165,10 +173,10 @@ def total_is_the_sum(trial: Trial) -> None:
         {
             "everything is divided by n": lambda p, n, stage: 16 * p / n,
             "nothing is": lambda p, n, s: 16 * p,
-            "whole-number division (//) rounds each of the three down: divide with /": lambda p, n, s: sum(
+            f"whole-number division (//) rounds each of the three down{DIVIDE}": lambda p, n, s: sum(
                 b * p // n if s >= first else b * p for b, first in STATES.values()
             ),
-            "P // n is a whole number, rounded before it is multiplied: divide with /": lambda p, n, s: sum(
+            f"P // n is a whole number, rounded before it is multiplied{DIVIDE}": lambda p, n, s: sum(
                 b * (p // n if s >= first else p) for b, first in STATES.values()
             ),
         },
@@ -188,7 +196,7 @@ def the_papers_table(trial: Trial) -> None:
     published = [gigabytes for row in PUBLISHED.values() for gigabytes in row]
     for (_, n, stage), result, gigabytes in zip(cases, results, published, strict=True):
         case = (7_500_000_000, n, stage)
-        require_key(trial, result, "total", case, "Add weights, gradients and optimizer.")
+        require_key(trial, result, "total", case)
         value = result["total"] / 1e9
         trial.require(
             math.isclose(value, gigabytes, rel_tol=0.03),
@@ -220,15 +228,13 @@ def require_elements(trial: Trial, key: str, help: str) -> None:
         "only the last share was counted: every rank sends n-1 shares of P/n": lambda p, n, s: (
             times[s] * p / n
         ),
-        "P // n is a whole number, rounded before it is multiplied: divide with /": lambda p, n, s: (
+        f"P // n is a whole number, rounded before it is multiplied{DIVIDE}": lambda p, n, s: (
             times[s] * (p // n) * (n - 1)
         ),
         "stage 3 gathers the weights twice: forward and backward": lambda p, n, s: (
             min(1, times[s]) * once_round(p, n, s)
         ),
-        "P/n is rounded up before it is multiplied: divide with /": lambda p, n, s: (
-            times[s] * -(-p // n) * (n - 1)
-        ),
+        f"P/n is rounded up before it is multiplied{DIVIDE}": lambda p, n, s: times[s] * -(-p // n) * (n - 1),
         "stage 2 counts once more than it should": lambda p, n, s: (
             (times[s] + (s == 2)) * once_round(p, n, s)
         ),
@@ -276,7 +282,7 @@ def one_rank_sends_nothing(trial: Trial) -> None:
     (results,) = trial.run(call, "communication_elements", cases)
     for case, result in zip(cases, results, strict=True):
         for key in TIMES:
-            require_key(trial, result, key, case, "All three are there; what a stage does not use is 0.")
+            require_key(trial, result, key, case)
             value = result[key]
             trial.require(
                 isinstance(value, int | float) and abs(value) < 0.5,

@@ -166,13 +166,17 @@ class Unit:
 
 
 UNITS = (
-    Unit("of one dtype", FROZEN, torch.float64, "Where one has none on all ranks, all of it returns"),
-    Unit("without a frozen one", None, torch.float64, "With a frozen one in the unit all of it returns"),
+    Unit(
+        "of one dtype", FROZEN, torch.float64, "Where a parameter has none on any rank, the same call returns"
+    ),
+    Unit(
+        "without a frozen one", None, torch.float64, "In a unit with a frozen parameter the same call returns"
+    ),
     Unit(
         "of two dtypes",
         None,
         torch.float32,
-        "It is the only one of its dtype there, and in a unit of one dtype all of it returns",
+        "It is the only one of its dtype there, and in a unit of one dtype the same call returns",
     ),
 )
 
@@ -215,7 +219,7 @@ def reduce_units(trial: Trial, tensors: list[list[Tensor]], gradients: list[list
         raise
 
 
-ON_THE_LAST = "a parameter has no gradient on rank {} alone"
+ON_THE_LAST = "a parameter has no gradient on rank {}, and has one on every other"
 SAME_CALLS = (
     "Fill in zeros where a gradient is None: every rank makes the same calls, and n counts them all. Whether "
     "there is any is asked of the whole unit."
