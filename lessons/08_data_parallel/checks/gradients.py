@@ -79,7 +79,6 @@ def average(
         "recording": recording,
         "device": rank.device.type,
         "thawed": thawed(rank, model) if twice else None,
-        "gone": gone(rank, model) if twice else None,
     }
 
 
@@ -100,19 +99,6 @@ def thawed(rank: Any, model: Mixed) -> dict[str, Tensor | None]:
         parameter.grad = torch.full_like(parameter, rank.rank + 1.0)
     rank.submission.all_reduce_gradients(model, rank.group)
     return gradients(model)
-
-
-GONE = "right.weight"
-"""Of the awkward model, what rank 0 has no gradient of in a last call."""
-
-
-def gone(rank: Any, model: Mixed) -> Tensor | None:
-    """The mean of a weight whose gradient is None on rank 0, and was there in all calls before."""
-    for name, parameter in model.named_parameters():
-        lacks = rank.rank == 0 and rank.num_ranks > 1 and name == GONE
-        parameter.grad = None if lacks else torch.full_like(parameter, rank.rank + 1.0)
-    rank.submission.all_reduce_gradients(model, rank.group)
-    return gradients(model)[GONE]
 
 
 def observe_average(
@@ -285,20 +271,29 @@ def what_is_trained_may_change(trial: Trial) -> None:
     )
 
 
-@check("all_reduce_gradients", world_sizes=(2, 4))
+def average_twice(rank: Any, own: Tensor) -> Tensor | None:
+    """The mean of a gradient that all ranks have in one call, and rank 0 has not in the next."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros_like(own))])
+    for gradient in (own.clone(), own.clone() if rank.rank else None):
+        model[0].grad = gradient
+        rank.submission.all_reduce_gradients(model, rank.group)
+    return model[0].grad
+
+
+@check("all_reduce_gradients", world_sizes=(2,), subgroup=False)
 def each_call_has_its_own_gradients(trial: Trial) -> None:
-    """A gradient that was there in the calls before, and is None on a rank in this one, counts as zero."""
-    results, n = trial.once(observe_all_used).results, trial.num_ranks
-    total, before = (n + 2) * (n - 1) / 2, (n + 1) / 2
-    kept = "rank 0 sends the mean of the call before: memory that is kept from call to call still holds it"
-    own = "rank 0 sends its own gradient of the call before: memory that is kept still holds it"
+    """A gradient that was there in the call before, and is None on a rank in this one, counts as zero."""
+    own = [trial.normal(5, 3) for _ in range(2)]
+    right, mean = own[1] / 2, (own[0] + own[1]) / 2
     trial.close(
-        f"the gradient of {GONE}, which rank 0 lacks in a last call,",
-        [result["gone"] for result in results],
-        torch.full((7, 7), total / n),
+        "the gradient that rank 0 has in one call, and lacks in the next,",
+        trial.run(average_twice, per_rank=[(each,) for each in own]),
+        right,
         alternatives={
-            kept: torch.full((7, 7), (total + before) / n),
-            own: torch.full((7, 7), (total + 1) / n),
+            "rank 0 sends the mean of the call before: memory that is kept from call to call holds it": (
+                right + mean / 2
+            ),
+            "rank 0 sends its gradient of the call before: memory that is kept still holds it": mean,
         },
         help="Where .grad is None, send zeros: in memory that is kept, write them in each call.",
     )
