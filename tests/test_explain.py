@@ -97,6 +97,11 @@ def test_right_on_rank_0_alone() -> None:
     assert difference.cause == ""
 
 
+def test_logits_are_many() -> None:
+    told = [compare("the logits of a token", [a], [E4[0]]).message for a in (E4[0] + 1, E4[0][:2], None)]
+    assert [message.split(" of a token ")[1].split()[0] for message in told] == ["are", "have", "are"]
+
+
 def test_alternatives_come_first() -> None:
     stale = [e * 0.5 for e in E4]
     assert cause(stale, E4, alternatives={"stale by one step": stale}) == "stale by one step"

@@ -6,6 +6,7 @@ the cause.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -100,7 +101,7 @@ def compare(
             if _is_reshaped(a, e, rtol):
                 cause = "the numbers are right, and their order: only the shape is not"
                 step = f"Give it the shape {_shape(e)}, by flatten or view: nothing has to move."
-            return Difference(f"{what} {fault}{on}", cause, rank, step)
+            return Difference(f"{_predicated(what, fault)}{on}", cause, rank, step)
         if not is_close(a, e, rtol, plain[rank] if plain else None):
             wrong.append(rank)
     if not wrong:
@@ -117,8 +118,18 @@ def compare(
     numbers = _numbers(tensors[rank], expected[rank])
     if not cause:
         numbers += _share(tensors[rank], expected[rank]) + tell_agreement(pairs, wrong)
-    message = f"{what} is wrong{tell_ranks(wrong, num_ranks)}: {numbers}"
+    message = f"{_predicated(what, 'is wrong')}{tell_ranks(wrong, num_ranks)}: {numbers}"
     return Difference(message, cause, rank, step, tuple(wrong), known, sure)
+
+
+PLURAL = re.compile(r"(the|this rank's) (logits|losses)\b")
+
+
+def _predicated(what: str, predicate: str) -> str:
+    """A sentence of what is compared: the predicate is that of one thing, such as "is wrong"."""
+    verb, _, rest = predicate.partition(" ")
+    verb = {"is": "are", "has": "have"}[verb] if PLURAL.match(what) else verb
+    return f"{what} {verb} {rest}"
 
 
 def _unfit(actual: object, expected: Tensor, coarse: bool) -> str:
