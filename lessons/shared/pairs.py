@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grader.checks import BACKWARD, Trial, backward, each_rank, is_close
+from grader.checks import BACKWARD, Recording, Trial, backward, each_rank, is_close
 
 from .cut_gpt import local
 from .evaluation import evaluates_alike, in_silence, noted
@@ -58,7 +58,18 @@ def one_pair(rank, function: Callable, x: Tensor, upstream: Tensor, transposed: 
         "x_changed": not torch.equal(before, after_forward),
         "upstream_changed": not torch.equal(given, upstream),
         "recording": recording,
+        "again": pass_again(rank, function, handed, upstream) if handed._backward_hooks else None,
     }
+
+
+def pass_again(rank, function: Callable, x: Tensor, upstream: Tensor) -> Recording:
+    """On a rank: a call more with an x on which the one before has left something, and its backward."""
+    with rank.record() as recording:
+        y = function(x, rank.group)
+        recording.mark(BACKWARD)
+        if isinstance(y, Tensor) and y.requires_grad and y.shape == upstream.shape:
+            torch.autograd.grad(y, x, upstream, allow_unused=True)
+    return recording
 
 
 def bytes_held(y: object) -> int:

@@ -38,6 +38,7 @@ from .shared import (
     alive_before_backward,
     kept_bytes,
     mark_backward,
+    norms_are_cut,
     run_on_tokens,
     tell_partial_use,
     used_parameters,
@@ -326,6 +327,14 @@ def block_sends_what_tensor_parallel_sends(trial: Trial) -> None:
 
 
 @check("sequence_parallel_block")
+def block_norms_see_this_ranks_tokens(trial: Trial) -> None:
+    """What norms read are s/n tokens."""
+    for seen in trial.once(observe_block).plain:
+        for rank, sizes in enumerate(each_rank(seen, "normed")):
+            norms_are_cut(trial, rank, sizes, seen.x.numel() // trial.num_ranks)
+
+
+@check("sequence_parallel_block")
 def block_keeps_what_the_formula_says(trial: Trial) -> None:
     """Between forward and backward no more is alive than 2 + 14/n times (b, s, h), with 1/n to spare."""
     for seen in trial.once(observe_block).plain:
@@ -337,21 +346,14 @@ def block_keeps_what_the_formula_says(trial: Trial) -> None:
             allowed += 4 * b * seen.config["n_head"] // n * s * s
         for rank, recording in enumerate(each_rank(seen, "recording")):
             alive = alive_before_backward(recording)
-            whole_is_normed = n > 1 and b * s * h in seen.results[rank]["normed"]
             trial.require(
                 alive <= allowed + part + part // 2,
                 f"{alive:,} bytes are alive after the forward: {allowed:,} are expected if the linear "
                 "layers keep "
                 f"their gathered inputs, {allowed - 2 * (n - 1) * part:,} if they gather them again "
                 f"({seen.name})",
-                help="Norms and the stream have s/n tokens: norm first, then gather."
-                if whole_is_normed
-                else "Norms and the stream have s/n tokens. What else is kept whole, (b, s, h)?",
+                help="Norms and the stream have s/n tokens. What else is kept whole, (b, s, h)?",
                 rank=rank,
-                cause="tokens are gathered before a norm, which then reads all s of them, and every rank "
-                "computes it, and keeps it, for all"
-                if whole_is_normed
-                else "",
             )
     for seen in trial.once(observe_block).dropping:
         part = seen.x.numel() * 4 // trial.num_ranks

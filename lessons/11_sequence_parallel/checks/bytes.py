@@ -170,9 +170,14 @@ def bytes_with_dropout(trial: Trial) -> None:
     )
 
 
-def word_probe(rank, config: dict) -> str:
+def words_probe(rank, config: dict, numbers: list[int]) -> list[str]:
+    return [outcome_of_a_word(rank, GPTConfig(**config), num_ranks) for num_ranks in numbers]
+
+
+def outcome_of_a_word(rank, config: GPTConfig, num_ranks: int) -> str:
+    """On a rank: how a call with a scheme that there is not ends."""
     try:
-        rank.submission.block_activation_bytes(GPTConfig(**config), 2, 8, 2, "ring")
+        rank.submission.block_activation_bytes(config, 2, 8, num_ranks, "ring")
     except ValueError:
         return "ValueError"
     except NotImplementedError:
@@ -186,5 +191,10 @@ def word_probe(rank, config: dict) -> str:
 def another_word_is_refused(trial: Trial) -> None:
     """Another scheme's name is a ValueError."""
     config = {"block_size": 8, "vocab_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8}
-    (came,) = trial.run(word_probe, config)
-    trial.require(came == "ValueError", f"scheme='ring': expected a ValueError, got {came}")
+    (came,) = trial.run(words_probe, config, [2, 1])
+    trial.require(came[0] == "ValueError", f"scheme='ring': expected a ValueError, got {came[0]}")
+    trial.require(
+        came[1] == "ValueError",
+        f"scheme='ring' with num_ranks=1: expected a ValueError, got {came[1]}",
+        help="Look at the scheme before the number of ranks: one rank alone knows no more schemes.",
+    )

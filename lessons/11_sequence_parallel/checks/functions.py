@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grader.checks import BACKWARD, CheckEnded, Fault, Trial, check, each_rank, exercise, parts, tensors_in
 from lessons_shared.pairs import Pairs
 from lessons_shared.refusals import refusal_of, refused, undividable
-from lessons_shared.wire import nothing_travels
+from lessons_shared.wire import nothing_travels, wire_bytes
 
 from .shared import SIZES, sends_as_much
 
@@ -150,6 +150,22 @@ def left_alone(trial: Trial, name: str) -> None:
         raise
 
 
+def sends_no_more_again(trial: Trial, seen: SimpleNamespace) -> None:
+    """Where a hook has stayed on x, the backward of a second call with this x sends what the first's did."""
+    for rank, again in enumerate(each_rank(seen, "again")):
+        if again is not None:
+            passes = (seen.results[rank]["recording"], again)
+            first, second = (wire_bytes(each.select(None, BACKWARD), trial.num_ranks) for each in passes)
+            trial.require(
+                second <= first,
+                f"x was given to a second call, whose backward sent about {second:,.0f} bytes from here, "
+                f"and that of the first {first:,.0f}",
+                help="An autograd.Function has a backward of its own for each call, and leaves nothing on x.",
+                rank=rank,
+                cause="a hook is registered on x itself in forward, once more at each call, and stays there",
+            )
+
+
 # gather_sequence
 
 
@@ -193,6 +209,7 @@ def gather_sends_one_of_each(trial: Trial) -> None:
     sends_as_much(trial, seen, "", whole, "one all-gather would", "One all-gather of this rank's tokens.")
     help = "An all-reduce sends twice as much, and leaves n-1 parts that nobody needs: reduce-scatter."
     sends_as_much(trial, seen, BACKWARD, whole, "one reduce-scatter would", help)
+    sends_no_more_again(trial, seen)
 
 
 @check("gather_sequence")
@@ -266,6 +283,8 @@ def reduce_scatter_sends_one_of_each(trial: Trial) -> None:
     help = "An all-reduce sends twice as much, and leaves n-1 parts that nobody needs: reduce-scatter."
     sends_as_much(trial, seen, "", whole, "one reduce-scatter would", help)
     sends_as_much(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
+    sends_no_more_again(trial, seen)
+    sends_no_more_again(trial, seen)
 
 
 @check("reduce_scatter_sequence")
@@ -354,6 +373,8 @@ def scatter_sends_only_backward(trial: Trial) -> None:
     nothing_travels(trial, seen, "", "Every rank has the whole x: it only has to cut it.")
     whole = seen.xs[0].numel() * 4
     sends_as_much(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
+    sends_no_more_again(trial, seen)
+    sends_no_more_again(trial, seen)
 
 
 @check("scatter_sequence")

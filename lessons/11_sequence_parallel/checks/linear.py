@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grader.checks import BACKWARD, CheckEnded, Trial, backward, check, each_rank, exercise, parts
+from grader.checks import (
+    BACKWARD,
+    CheckEnded,
+    Trial,
+    backward,
+    check,
+    each_rank,
+    exercise,
+    parts,
+    settle,
+    storage_bytes,
+)
 from lessons_shared.alone import NO_BIAS, tell_cases
 from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.needed import IN_ORDER, none_is_missing
@@ -38,6 +49,7 @@ def linear_probe(rank, cases: list) -> list[dict]:
 
 
 ARGUMENTS = ("x", "weight", "bias")
+AFTERWARDS = "backward has ended"
 
 
 def with_one_frozen(rank, inputs: list[Tensor | None], upstream: Tensor) -> dict:
@@ -59,6 +71,11 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
         mark_backward(recording)
         kept_as_view = is_kept_as_view(x, rank.num_ranks)
         backward(y, upstream)
+        if in_full:
+            settle()
+            recording.mark(AFTERWARDS)
+    held = [y, *(leaf.grad for leaf in leaves if leaf is not None)]
+    held_bytes = storage_bytes(each for each in held if isinstance(each, Tensor))
     gradients = [None if leaf is None or leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     backward(rank.submission.gathered_linear(*leaves, rank.group), upstream)
 
@@ -86,6 +103,7 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
             if was is not None and not torch.equal(now, was)
         ],
         "recording": recording,
+        "held": held_bytes,
         "kept as view": kept_as_view,
     }
 
@@ -306,6 +324,23 @@ def keeps_its_own_tokens_only(trial: Trial) -> None:
                 help=help,
                 rank=rank,
                 cause=cause,
+            )
+
+
+@check("gathered_linear", world_sizes=(2,), subgroup=False)
+def lets_go_after_backward(trial: Trial) -> None:
+    """After backward the gathered x is gone, too, while the output is alive."""
+    for seen in trial.once(observe_linear):
+        own = seen.whole_bytes // trial.num_ranks
+        for rank, recording in enumerate(each_rank(seen, "recording")):
+            kept = recording.alive(AFTERWARDS) - seen.results[rank]["held"]
+            trial.require(
+                kept < own + own // 2,
+                f"after backward {kept:,} bytes are still there beside the output and the gradients: this "
+                f"rank's x has {own:,}, and the gathered x {seen.whole_bytes:,} ({seen.name})",
+                help="Let what backward gathers be a local variable: what is on the ctx lives as long as the "
+                "output.",
+                rank=rank,
             )
 
 

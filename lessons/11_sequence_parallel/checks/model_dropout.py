@@ -9,7 +9,7 @@ from lessons_shared.cut_gpt_checks import attentions, table_gradients_are_right
 from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, masks_differ, stream_is_cut
 from .model_runs import RATE, WORDS, observe_dropping
-from .shared import FEWER, alive_before_backward, kept_bytes
+from .shared import FEWER, alive_before_backward, kept_bytes, norms_are_cut
 
 
 @check("sequence_parallelize", world_sizes=FEWER)
@@ -19,18 +19,7 @@ def residual_stream_has_this_ranks_tokens(trial: Trial) -> None:
         share = seen.idx.numel() * seen.config["n_embd"] // trial.num_ranks
         stream_is_cut(trial, seen, share)
         for rank, result in enumerate(seen.results):
-            for num_elements in result.get("last norm", ()):
-                trial.require(
-                    num_elements == share,
-                    f"what ln_f reads has {num_elements:,} elements: {share:,}, 1/{trial.num_ranks} of the "
-                    "tokens, are this rank's part",
-                    help="Norm first, then gather for the head: a norm looks at one token at a time.",
-                    rank=rank,
-                    cause="the tokens were gathered before the last norm, which every rank then computes, "
-                    "and keeps, for all of them"
-                    if num_elements == trial.num_ranks * share
-                    else "",
-                )
+            norms_are_cut(trial, rank, result.get("normed", []), share)
             for number, num_elements in enumerate(result["dropped"], start=1):
                 trial.require(
                     num_elements <= share,

@@ -16,7 +16,7 @@ from lessons_shared.cut_gpt import dense_model, describe, drawn_weights, gradien
 from lessons_shared.cut_gpt_runs import built, model_case, passes
 
 from .masks import marked, watch
-from .shared import FEWER, Dropped, mark_backward, run_on_tokens, tell_partial_use, used_parameters
+from .shared import FEWER, Dropped, Norms, mark_backward, run_on_tokens, tell_partial_use, used_parameters
 from .slips import SUMMED_TWICE, gradients_summed_twice, own_token_gradients, with_biases_added_often
 
 NAME = "sequence_parallelize"
@@ -85,20 +85,18 @@ def one_dropping(
     if not in_full:
         return {"first": runs[0], "second": runs[1], "dropped": dropped.sizes}
     held = describe(model)
-    normed: list[int] = []
-    model.transformer.ln_f.register_forward_pre_hook(lambda _, given: normed.append(local(given[0]).numel()))
     with rank.record(memory=True) as recording:
-        logits, loss = model(idx, targets)
+        with Norms() as norms:
+            logits, loss = model(idx, targets)
         mark_backward(recording)
     del logits, loss
-    last_norm = normed[:1]
     model.eval()
     with torch.no_grad():
         asleep = local(model(idx, targets)[1])
     return {
         "first": runs[0], "second": runs[1], "dropped": dropped.sizes, "losses": losses,
         "asleep": asleep, "recording": recording,
-        "gradients": gradients_of(model), "weights": held["weights"], "last norm": last_norm,
+        "gradients": gradients_of(model), "weights": held["weights"], "normed": norms.sizes,
     }  # fmt: skip
 
 

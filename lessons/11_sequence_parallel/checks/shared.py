@@ -22,6 +22,7 @@ from grader.checks import (
     storage_bytes,
     tensors_in,
 )
+from lessons_shared.cut_gpt import local
 from lessons_shared.wire import sends_at_most, where, wire_bytes
 
 SIZES = (2, 1, 4, 3)
@@ -39,8 +40,23 @@ class Norms(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.native_layer_norm.default:
-            self.sizes.append(args[0].numel())
+            self.sizes.append(local(args[0]).numel())
         return func(*args, **(kwargs or {}))
+
+
+def norms_are_cut(trial: Trial, rank: int, sizes: list[int], share: int) -> None:
+    """The layer norms of a forward, as `Norms` saw them on this rank, read its part of the tokens."""
+    for number, size in enumerate(sizes, start=1):
+        trial.require(
+            size <= share,
+            f"of {len(sizes)} norms in a forward, number {number} reads {size:,} elements: {share:,}, "
+            f"1/{trial.num_ranks} of the tokens, are this rank's part",
+            help="Norm first, then gather: a norm looks at one token at a time.",
+            rank=rank,
+            cause="this norm stands where all tokens are together: every rank computes it for all of them"
+            if size == trial.num_ranks * share
+            else "",
+        )
 
 
 class Dropped(TorchDispatchMode):
