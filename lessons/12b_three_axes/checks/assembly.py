@@ -39,11 +39,12 @@ MESHES: dict[int, list[Sizes]] = {
         {"tensor": 4},
         {"data": 4},
         {"context": 4},
-        {"data": 2, APART: 2},
     ],
     2: [{"tensor": 2, "data": 1}, {"data": 2}],
     1: [{"data": 1, "context": 1, "tensor": 1}],
 }
+LINES: dict[int, list[Sizes]] = {4: [{"data": 2, APART: 2}], 2: [], 1: []}
+"""Number of ranks → meshes of one dimension that have some of them only."""
 CONFIG = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 20, "vocab_size": 48, "dropout": 0.0}
 
 
@@ -86,7 +87,7 @@ def telling_probe(rank: Any, cases: list[tuple[Sizes, tuple[str, ...]]]) -> list
 
 def observe_calls(trial: Trial) -> SimpleNamespace:
     """The techniques are handed over in an order that is nobody's."""
-    sizes = [*MESHES[trial.num_ranks], *PARTS[trial.num_ranks]]
+    sizes = [*MESHES[trial.num_ranks], *PARTS[trial.num_ranks], *LINES[trial.num_ranks]]
     results = trial.run(telling_probe, [(each, ("context", "data", "tensor")) for each in sizes])
     return SimpleNamespace(sizes=sizes, results=results)
 
