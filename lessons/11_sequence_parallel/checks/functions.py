@@ -284,7 +284,6 @@ def reduce_scatter_sends_one_of_each(trial: Trial) -> None:
     sends_as_much(trial, seen, "", whole, "one reduce-scatter would", help)
     sends_as_much(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
     sends_no_more_again(trial, seen)
-    sends_no_more_again(trial, seen)
 
 
 @check("reduce_scatter_sequence")
@@ -373,7 +372,6 @@ def scatter_sends_only_backward(trial: Trial) -> None:
     nothing_travels(trial, seen, "", "Every rank has the whole x: it only has to cut it.")
     whole = seen.xs[0].numel() * 4
     sends_as_much(trial, seen, BACKWARD, whole, "one all-gather would", "One all-gather of the gradients.")
-    sends_no_more_again(trial, seen)
     sends_no_more_again(trial, seen)
 
 
