@@ -273,7 +273,19 @@ def activation_parts_add_up(trial: Trial) -> None:
     for call, given in zip(answers.calls, answers.given, strict=True):
         parts, total = {part: whole(given[part]) for part in PARTS}, whole(given["total"])
         message = f"{answers.asked(call)}: the parts add up to {sum(parts.values()):,}, total is {total:,}"
-        trial.require(sum(parts.values()) == total, message, help="The total is their sum.")
+        beside = keys_beside(answers)
+        least = surely_kept(*call).items()
+        short = [f'{what} in "{part}"' for part, (size, what) in least if parts[part] < size]
+        trial.require(
+            sum(parts.values()) == total,
+            message,
+            cause=f"what the parts lack is under {' and '.join(map(repr, beside))}, which nobody asked for"
+            if beside
+            else "",
+            help=f"Each thing belongs to a part that keeps it: count {'; '.join(short) or 'it there'}."
+            if beside
+            else "The total is their sum.",
+        )
         true = answers.truth(*call)["total"]
         for part, (least, what) in surely_kept(*call).items():
             if parts[part] < least - NEAR * true:
@@ -285,6 +297,13 @@ def activation_parts_add_up(trial: Trial) -> None:
                     if total == true
                     else "",
                 )
+
+
+def keys_beside(answers: Answers) -> list[str]:
+    """Keys that nobody asked for, where the parts and they add up to the total in every call; else none."""
+    keys = [key for key in answers.given[0] if key not in (*PARTS, "total")]
+    sums = [sum(whole(given.get(key)) or 0 for key in (*PARTS, *keys)) for given in answers.given]
+    return keys if sums == [whole(given["total"]) for given in answers.given] else []
 
 
 def why_off(answers: Answers, dropout: bool) -> str:

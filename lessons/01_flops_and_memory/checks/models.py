@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from grader.checks import Answers, Trial, compare_answers, kept_for_backward, whole
+from grader.checks import Answers, CheckEnded, Trial, compare_answers, kept_for_backward, whole
 from lessons_shared.sizes import sized_gpt
 from nanogpt.model import GPT, GPTConfig
 
@@ -205,7 +205,49 @@ ALTERATIONS = {
     "it is right for a batch of one sequence: multiply by batch_size": partial(alter, batch_size=1),
     "it is right for sequences of block_size: these are shorter": partial(alter, sequence_length=0),
 }
-measured = partial(compare_answers, alterations=ALTERATIONS)
+
+
+def measured(
+    trial: Trial,
+    answers: Answers,
+    key: str,
+    *,
+    where: Where = lambda *_: True,
+    alterations: dict[str, Callable[..., tuple]] = ALTERATIONS,
+    **options: Any,
+) -> None:
+    """Require the answers (their `key`) to be the true ones; say which other key has what is missing."""
+    try:
+        compare_answers(trial, answers, key, alterations=alterations, where=where, **options)
+    except CheckEnded as end:
+        end.cause = "; ".join(filter(None, (end.cause, elsewhere(answers, key, where))))
+        raise
+
+
+def elsewhere(answers: Answers, key: str, where: Where) -> str:
+    """Another key that has as many too many, or too few, as this one has too few or too many, in each call.
+
+    Or one that is not asked for, which is no fault by itself, and has what is missing.
+    """
+    rows = [
+        (given, true)
+        for call, given, true in zip(answers.calls, answers.given, answers.true, strict=True)
+        if where(*call) and isinstance(given, dict)
+    ]
+
+    def off(other: str) -> list[int | None]:
+        found = [(whole(given.get(other)), true.get(other, 0)) for given, true in rows]
+        return [None if value is None else value - expected for value, expected in found]
+
+    own = off(key)
+    if not rows or None in own or key == "total":
+        return ""
+    for other in rows[0][0]:
+        if other not in (key, "total") and off(other) == [-by for by in own]:
+            if other not in rows[0][1]:
+                return f"there is a key {other!r} that is not asked for, and it has as many"
+            return f"{other!r} has as many too {'many' if sum(own) < 0 else 'few'}"
+    return ""
 
 
 def total_help(answers: Answers, parts: Iterable[str]) -> str:

@@ -49,11 +49,15 @@ def biases(config: GPTConfig, per_layer: int) -> int:
 
 
 MOVES: dict[str, dict[str, Callable[[GPTConfig], int]]] = {
-    "the mlp's c_proj, h by 4h, is counted here: attention's has the same name. What attention has too many, "
-    "mlp has too few": {"attention": mlp_projection, "mlp": lambda c: -mlp_projection(c)},
-    "attention's c_proj, h by h, is counted in mlp: the mlp's has the same name. What attention has too few, "
-    "mlp has too many": {"attention": lambda c: -attention_projection(c), "mlp": attention_projection},
-    "the last norm, ln_f, is counted here. What embedding has too many, norm has too few": {
+    "the mlp's c_proj, h by 4h, is counted here: attention's has the same name": {
+        "attention": mlp_projection,
+        "mlp": lambda c: -mlp_projection(c),
+    },
+    "attention's c_proj, h by h, is counted in mlp: the mlp's has the same name": {
+        "attention": lambda c: -attention_projection(c),
+        "mlp": attention_projection,
+    },
+    "the last norm, ln_f, is counted here": {
         "embedding": last_norm,
         "norm": lambda c: -last_norm(c),
     },

@@ -5,17 +5,9 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from grader.checks import (
-    Answers,
-    Trial,
-    check,
-    compare_answers,
-    exercise,
-    require_refusal,
-    require_whole_numbers,
-)
+from grader.checks import Answers, Trial, check, exercise, require_refusal, require_whole_numbers
 
-from .models import Where
+from .models import Where, measured
 
 exercise(
     "model_state_bytes",
@@ -135,7 +127,8 @@ def compare_recipe(trial: Trial, recipe: str) -> None:
         help = f"Which numbers does {recipe} keep under {key!r}, and how many bytes has each?"
         where: Where = lambda _, word: word == recipe  # noqa: E731
         slips = partial(state_slips, key)
-        compare_answers(trial, trial.once(count_states), key, slips=slips, help=help, where=where)
+        states = trial.once(count_states)
+        measured(trial, states, key, slips=slips, help=help, where=where, alterations={})
 
 
 @check("model_state_bytes")

@@ -45,6 +45,8 @@ def training_slips(c: GPTConfig, b: int, s: int, recompute: str = "none") -> dic
     slips |= {
         "one product of the head is missing: backward makes two, for x and for its matrix": step - head,
         "both backward products of the head are missing": step - 2 * head,
+        "one product of one c_attn is missing, as if the first one's input needed no gradient: it comes from "
+        "the embedding, which is trained": step - 6 * b * s * c.n_embd**2,
     }
     if recompute == "none":
         return slips | {
@@ -68,7 +70,8 @@ def training_slips(c: GPTConfig, b: int, s: int, recompute: str = "none") -> dic
             "the head is computed again too: only the blocks run twice": 4 * forward["total"],
             "only the core runs again here: a block has projections and an MLP too": step + core,
             "all of attention runs again here, and nothing else": step + forward["attention"],
-            "the core's backward is counted again too: only its forward runs twice": step + 3 * core,
+            "the core's backward is counted again too, or three forwards of it: only one more runs": step
+            + 3 * core,
             "half of the core runs again: it is two products, scores and weighted sum": step + core // 2,
             "the core of one layer alone runs again": step + core // c.n_layer,
         }
