@@ -87,9 +87,9 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     """The shards of all ranks, joined along dim 0 in the order of ranks: (m, ...) to (n·m, ...).
 
-    All shards have the same shape and dtype, whatever these are, and at least one element. In each of n - 1
-    steps a rank sends one shard to a neighbour in the ring (rank ± 1), so it sends (n-1)/n of the result's
-    bytes. The input is not changed. It need not be contiguous, nor lie in memory as it does on other ranks.
+    All shards have the same shape and dtype, whatever these are, and at least one element. A rank sends
+    n - 1 shards in all, each to a neighbour in the ring (rank ± 1): (n-1)/n of the result's bytes.
+    The input is not changed. It need not be contiguous, nor lie in memory as it does on other ranks.
     Uses only messages between two ranks, all of them over when the function returns.
     """
     # answer

@@ -60,13 +60,17 @@ def ring_reduce_scatter(tensor, group):
 
 
 def ring_all_gather(shard, group):
+    """Both ways round at once, in n // 2 steps."""
     n, rank = group.size(), group.rank()
     whole = shard.new_empty(n * shard.size(0), *shard.shape[1:])
     parts = whole.chunk(n) if shard.size(0) else [whole] * n
     parts[rank].copy_(shard)
-    for step in range(n - 1):
-        out, into = parts[(rank - step) % n], parts[(rank - step - 1) % n]
-        for work in start(out, into, (rank + 1) % n, (rank - 1) % n, group):
+    for step in range(n // 2):
+        works = start(parts[rank - step], parts[rank - step - 1], (rank + 1) % n, (rank - 1) % n, group)
+        if step < (n - 1) // 2:
+            out, into = parts[(rank + step) % n], parts[(rank + step + 1) % n]
+            works += start(out, into, (rank - 1) % n, (rank + 1) % n, group)
+        for work in works:
             work.wait()
     return whole
 
