@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from grader.checks import COLLECTIVES, Event, Recording, Trial
 
 SMALL = 64
@@ -108,9 +110,10 @@ def require_ring_bytes(trial: Trial, seen: SimpleNamespace, rounds: int, gathere
         most, least = rounds * (n - 1) * chunk, rounds * max(whole - longest, 0)
         times = "2·" if rounds == 2 else ""
         by_rank = [sum(event.num_bytes for event in sends(each, i)) for each in seen.recordings]
+        known = _wide_bytes(seen, i, chunk, most, whole)
         for r, recording in enumerate(seen.recordings):
             messages, sent = sends(recording, i), by_rank[r]
-            cause, step = _why(r, by_rank, most, whole, messages, size, case)
+            cause, step = known or _why(r, by_rank, most, whole, messages, size, case)
             trial.require(
                 least <= sent <= most + SMALL * n,
                 f"given {case} it sends {sent:,} bytes in {len(messages)} "
@@ -166,6 +169,36 @@ def _why(
     if by_rank[r] < most < by_rank[busiest]:
         return f"the ranks share the work unevenly: rank {busiest} sends {by_rank[busiest]:,} bytes", ""
     return "", ""
+
+
+def _wide_bytes(seen: SimpleNamespace, i: int, chunk: int, most: int, whole: int) -> tuple[str, ...]:
+    """The cause and the next step where bytes travel, as many as a chunk has in a wider dtype; else nothing.
+
+    On two ranks whole tensors have as many bytes as chunks of numbers twice as wide.
+    """
+    dtype = seen.cases[i].values[0].dtype
+    for width in (4, 8):
+        wider = width // dtype.itemsize  # 0 or 1 where it is none
+        by_rank = [[e for e in sends(each, i) if e.num_bytes > SMALL] for each in seen.recordings]
+        if (
+            wider > 1
+            and all(sum(event.num_bytes for event in large) == wider * most for large in by_rank)
+            and all(
+                event.num_elements == event.num_bytes == wider * chunk
+                and event.dtype != str(dtype).removeprefix("torch.")
+                for large in by_rank
+                for event in large
+            )
+        ):
+            name = f"{'float' if dtype.is_floating_point else 'int'}{8 * width}"
+            told = f"what travels has {width} bytes an element, as if it went as {name}"
+            if any(case.values[0].dtype == torch.float32 for case in seen.cases[:i]):
+                return f"{told}. float32 tensors send the right bytes", OWN_DTYPE
+            if wider * chunk == whole:
+                step = "Each step sends one chunk, in the tensor's own dtype, to one neighbour."
+                return f"either it passes whole tensors round, or {told}", step
+            return told, OWN_DTYPE
+    return ()
 
 
 OWN_DTYPE = "Send and receive in the tensor's own dtype."
