@@ -13,6 +13,7 @@ from grader.checks import CheckEnded, Fault, Trial, check, exercise
 from .carried import require_carried
 from .cases import IN_FLOAT64, require_own_memory
 from .exchanges import (
+    LEAVE_NO_ROUND_OUT,
     ROUND_K,
     Exchange,
     joined,
@@ -23,7 +24,9 @@ from .exchanges import (
     observe_uneven,
 )
 from .meetings import (
+    in_a_round_left_out,
     large_messages,
+    left_out,
     never_met,
     others_are_right,
     require_bytes,
@@ -152,8 +155,11 @@ def require_exchanged(trial: Trial, seen: SimpleNamespace, help: str, of: torch.
             )
         except CheckEnded as end:
             cause = never_met(seen, i)
-            if cause and others_are_right(case, answers):
+            if cause and others_are_right(case, answers, lambda s, r: s ^ r >= n):
                 end.cause, end.help = cause, ROUND_K
+            cause = left_out(seen, i)
+            if cause and others_are_right(case, answers, partial(in_a_round_left_out, case)):
+                end.cause, end.help = cause, LEAVE_NO_ROUND_OUT
             raise
 
 

@@ -310,19 +310,45 @@ def tell_falsy_shape(end: CheckEnded, cases: Sequence[Exchange], run_others: Cal
 
 
 def tell_own_emptiness(end: CheckEnded, cases: Sequence[Exchange], run_others: Callable[[], Any]) -> None:
-    """Does a rank receive nothing where it has nothing to send?"""
+    """Does a rank receive nothing where it has nothing to send, or leave a round out where nothing comes?
+
+    What it would send in that round goes to rank `to`, which is the same one of two.
+    """
     found = numbers_of(end, r"rank (\d+) called send of (\d+) .*, and rank (\d+) never received it")
     if not found:
         return
     source, sent, rank = found
-    if any(c.rows[source][rank].numel() == sent and not c.rows[rank][source].numel() for c in cases):
-        tell_if_others_pass(
-            end,
-            run_others,
-            f"rank {rank} starts no receive for what shapes[{source}] says is not empty: its own "
-            f"tensors[{source}] is. Where both are empty, or neither, all goes well",
-            "shapes[s] says whether something comes from rank s, and tensors[s] whether something goes.",
-        )
+    to = (2 * rank - source) % len(cases[0].rows)
+    for case in cases:
+        comes, goes, back = case.rows[source][rank], case.rows[rank][to], case.rows[rank][source]
+        if sent not in (comes.numel(), comes.nbytes) or not case.one_sided:
+            continue
+        if sent and not (back.numel() and goes.numel()):
+            tell_if_others_pass(
+                end,
+                run_others,
+                f"rank {rank} starts no receive for what shapes[{source}] says is not empty: its own "
+                f"tensors[{to if back.numel() else source}] is. Where both are empty, or neither, all goes "
+                "well",
+                "shapes[s] says whether something comes from rank s, and tensors[s] whether something goes: "
+                "one of them may stay at home, and the other one of that round goes all the same.",
+            )
+            return
+        if not sent and goes.numel():
+            tell_if_others_pass(
+                end,
+                run_others,
+                f"rank {rank} starts no receive for the empty tensor that rank {source} sends it: its own "
+                f"tensors[{to}] is not empty. Where both are empty, or neither, all goes well",
+                LEAVE_NO_ROUND_OUT,
+            )
+            return
+
+
+LEAVE_NO_ROUND_OUT = (
+    "An empty tensor may stay at home, if both sides know it, and the other one of that round goes all the "
+    "same: leave out a message, not a round."
+)
 
 
 def is_power_of_two(n: int) -> bool:

@@ -1,5 +1,6 @@
 """Whom each rank of an `all_to_all` meets, in which round, and what it sends there."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,37 @@ def never_met(seen: SimpleNamespace, i: int) -> str:
     )
 
 
-def others_are_right(case: Exchange, answers: list[dict[str, Any]]) -> bool:
-    """Whether what came is right for all pairs but those that partners rank ^ k for k < n leave out."""
+def left_out(seen: SimpleNamespace, i: int) -> str:
+    """Why some tensors are not sent, if it is those whose sender gets nothing in the same round; else ""."""
+    n, case = len(seen.recordings), seen.cases[i]
+    told = ""
+    for r, recording in enumerate(seen.recordings):
+        peers = {event.peer for event in sends(recording, i)}
+        sources = {event.peer for event in events(recording, i) if event.kind == "recv"}
+        for to in (s for s in range(n) if s != r and case.rows[r][s].numel()):
+            source = (2 * r - to) % n
+            comes = case.rows[source][r].numel() > 0
+            if comes != (to in peers) or comes != (source in sources):
+                return ""
+            if not comes:
+                told = told or (
+                    f"rank {r} leaves out the round in which its tensors[{to}] goes: what comes from rank "
+                    f"{source} then is empty"
+                )
+    return told
+
+
+def in_a_round_left_out(case: Exchange, source: int, rank: int) -> bool:
+    """Whether something of a round is empty, for one of two ranks that meet in it."""
+    n, rows = len(case.rows), case.rows
+    before, after = rows[(2 * source - rank) % n][source], rows[rank][(2 * rank - source) % n]
+    return not (before.numel() and rows[source][rank].numel() and after.numel())
+
+
+def others_are_right(
+    case: Exchange, answers: list[dict[str, Any]], is_left_out: Callable[[int, int], bool]
+) -> bool:
+    """Whether what came is right for all pairs of a source and a rank but those that are left out."""
     n = len(answers)
     return all(
         len(answer["entries"]) == n
@@ -36,7 +66,7 @@ def others_are_right(case: Exchange, answers: list[dict[str, Any]]) -> bool:
         and torch.equal(answer["entries"][s], case.rows[s][r])
         for r, answer in enumerate(answers)
         for s in range(n)
-        if r ^ s < n
+        if s == r or not is_left_out(s, r)
     )
 
 
