@@ -205,13 +205,12 @@ def _lost(
             help=EARLIER_ONES if ours[channel].index(event) else SAME_GROUP,
         )
     what = "had returned" if ranks[event.peer].status == "done" else f"had called {told(other[0], locate)}"
-    call = "isend" if event.kind == "recv" else "irecv"
-    last = f", the last one with rank {r}" if other[0] is theirs[channel][-1] else ""
+    call, way = ("isend", "to") if event.kind == "recv" else ("irecv", "from")
     return CheckEnded(
         Verdict.WRONG,
         f"{met} {what}",
-        f"rank {event.peer} did not wait for its {call}{last}: a message whose handle is dropped may never "
-        "travel",
+        f"rank {event.peer} did not wait for its {call} {way} rank {r}: a message whose handle is dropped "
+        "may never travel",
         help=f"Keep what {call} returns, and call its wait(): for each one, before the function returns.",
     )
 

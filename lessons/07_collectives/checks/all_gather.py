@@ -167,6 +167,12 @@ def any_dtype_is_gathered(trial: Trial) -> None:
     require_gathered(trial, trial.once(observe_plain), "Send the tensor's own dtype.")
 
 
+@check("ring_all_gather")
+def input_is_unchanged(trial: Trial) -> None:
+    """The shard that was handed over is the same afterwards."""
+    require_untouched(trial, trial.once(observe_plain))
+
+
 @check("ring_all_gather", world_sizes=(2, 3), subgroup=False)
 def shards_need_not_be_contiguous(trial: Trial) -> None:
     """A shard that does not lie in one piece of memory is gathered as well."""
@@ -183,12 +189,6 @@ def nothing_is_used_before_it_arrived(trial: Trial) -> None:
         trial.once(observe_slow),
         "Wait for the receive before you send on what came, or copy it to its place.",
     )
-
-
-@check("ring_all_gather")
-def input_is_unchanged(trial: Trial) -> None:
-    """The shard that was handed over is the same afterwards."""
-    require_untouched(trial, trial.once(observe_plain))
 
 
 @check("ring_all_gather", subgroup=False)

@@ -9,10 +9,13 @@ from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, is
 
 from .carried import require_carried
 from .cases import (
+    CHANNELS_LAST,
     IN_FLOAT64,
+    MIXED,
     SPACED,
     TRANSPOSED,
     Case,
+    as_it_lies,
     ask,
     draw,
     dtypes,
@@ -43,6 +46,14 @@ MISS_EACH_OTHER = "With source 0 every message meets its receive: from another s
 THERE_AND_BACK = (
     "Go back from places to ranks as ranks became places, where you send and where you receive: "
     "place = (rank - source) % n, and rank = (place + source) % n."
+)
+OWN_ORDER = (
+    "the numbers left in the order in which they lie in the source's memory, and were taken for the order in "
+    "this rank's, which is another"
+)
+OWN_ORDER_STEP = (
+    "empty_like() and clone() keep the strides of a tensor that has no gaps: with "
+    "memory_format=torch.contiguous_format they give one that lies in the order of its indices."
 )
 FEW = (2, 1, 4, 3)  # eight ranks are for the shape of the tree alone, and five for where it ends
 
@@ -136,6 +147,8 @@ def require_the_sources(
             ),
             IN_FLOAT64: expected.double().to(expected.dtype),
         }
+        if case.layout in (MIXED, CHANNELS_LAST):
+            alternatives[OWN_ORDER] = Fault(as_it_lies(case), OWN_ORDER_STEP)
         try:
             trial.close(
                 f"the tensor ({case}) after the call",

@@ -21,6 +21,10 @@ CHANNELS_LAST = "channels_last, on rank 0 alone"
 FILL = 77  # what stands between the elements of a spaced tensor
 IN_FLOAT32 = "it went through float32, which keeps 24 bits of a number: its last digits are lost"
 IN_FLOAT64 = "it went through float64, in which whole numbers above 2^53 lose their last digits"
+NOT_INTO_IT = (
+    "contiguous(), flatten() and reshape() give the input's own memory, where it is contiguous: receive into "
+    "new memory."
+)
 LATE = 0.15  # seconds: the others have passed three delays by then
 
 
@@ -123,6 +127,20 @@ def lay_out(values: Tensor, layout: str, rank: int) -> tuple[Tensor, Tensor | No
         wide[..., 0] = values
         return wide[..., 0], wide[..., 1]
     return values.clone(), None
+
+
+def as_it_lies(case: Case) -> list[Tensor]:
+    """What a broadcast leaves, by rank, where numbers leave in the order in which they lie in memory."""
+
+    def memory(tensor: Tensor) -> Tensor:
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    tensors = [lay_out(value, case.layout, r)[0] for r, value in enumerate(case.values)]
+    buffers = [tensor.clone() for tensor in tensors]  # which keep strides, but for gaps
+    sent = memory(buffers[case.source]).clone()
+    for buffer in buffers:
+        memory(buffer).copy_(sent)
+    return buffers
 
 
 @contextmanager
@@ -301,6 +319,11 @@ def fits_any(actual: Sequence[Tensor], known: dict[str, list[Tensor] | Tensor | 
     return any(all(is_close(a, v) for a, v in zip(actual, values, strict=True)) for values in every)
 
 
+def came_into_them(case: Case, tensors: Sequence[Tensor]) -> bool:
+    """Whether each tensor is as it was, or what another rank had."""
+    return all(any(torch.equal(tensor, value) for value in case.values) for tensor in tensors)
+
+
 def require_untouched(
     trial: Trial, seen: SimpleNamespace, partial_sums: Callable[[Case, int], list[Tensor]] | None = None
 ) -> None:
@@ -318,11 +341,13 @@ def require_untouched(
         return known
 
     for case, answers in zip(seen.cases, seen.answers, strict=True):
+        tensors = [answer["tensor"] for answer in answers]
+        came = {"another rank's was received into it": Fault(tensors, NOT_INTO_IT, on_some_ranks=True)}
         trial.close(
             f"the input ({case}) after the call",
-            [answer["tensor"] for answer in answers],
+            tensors,
             case.values,
-            alternatives=partial(sums, case),
+            alternatives=came if came_into_them(case, tensors) else partial(sums, case),
             rtol=0.0,
             help="Add and receive into memory of your own: flatten(), view() and chunk() share the input's.",
         )
