@@ -110,8 +110,11 @@ def slips_per_byte(
     known = {
         "only the reductions pay seconds_per_byte: the others copy what they receive": without
         + (received if added else 0.0),
-        "a broadcast pays nothing here: it copies what it receives, as the other kinds do": without
-        + (received if kind != "broadcast" else 0.0),
+        **{
+            f"{name} pays nothing here: it copies what it receives, as the other kinds do": without
+            + (0.0 if name.endswith(f" {kind}") else received)
+            for name in ("a broadcast", "an all_gather", "an all_to_all")
+        },
         "half of an all-reduce is free: its all-gather copies what it receives": without
         + (received / 2 if kind == "all_reduce" else received),
         "bytes are divided by seconds_per_byte, and it is a price: seconds for each byte": without
