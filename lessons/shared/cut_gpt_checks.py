@@ -118,14 +118,18 @@ def logits_are_right(trial: Trial, seen: SimpleNamespace, help: str) -> None:
         keys = ("last in training", "last", "quiet", "last in evaluation")
         *widths, by_mode = (getattr(result[key], "shape", (0,))[-1] for key in keys)
         decides = "the mode of the model" if by_mode == v else "whether gradients are wanted"
-        trial.require(
-            trial.num_ranks == 1 or widths != [shape[-1], v, v],
-            f"with targets and without, the logits have {v} columns in evaluation under no_grad, and "
-            f"{shape[-1]} in training ({seen.name})",
-            cause=f"{decides} decides whether logits are gathered",
-            help="Whether there are targets decides, everywhere: gather where the loss is None.",
-            rank=rank,
-        )
+        for width, told, alone in (
+            (v, "with targets and without,", ""),
+            (shape[-1], "without targets", ", where there are no targets"),
+        ):
+            trial.require(
+                trial.num_ranks == 1 or widths != [shape[-1], v, width],
+                f"{told} the logits have {v} columns in evaluation under no_grad, and {shape[-1]} in "
+                f"training ({seen.name})",
+                cause=f"{decides} decides whether logits are gathered{alone}",
+                help="Whether there are targets decides, everywhere: gather where the loss is None.",
+                rank=rank,
+            )
     for where, key in (("", "last"), (" in training, without targets", "last in training")):
         trial.close(
             f"the logits of the last position{where} ({seen.name})",

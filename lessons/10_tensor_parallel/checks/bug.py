@@ -22,6 +22,7 @@ from grader.checks import (
 )
 from lessons_shared.cut_gpt import describe, gradients_of, own_part
 from lessons_shared.evaluation import evaluates_alike, in_evaluation, later_is_right, twice_as_long
+from lessons_shared.given_weights import give_weights, require_fit
 from lessons_shared.passes import (
     BOTH,
     CLEARED,
@@ -147,9 +148,8 @@ MULTI_QUERY_CUTS = {"query.weight": 0, "query.bias": 0, "project.weight": 1}
 
 def multi_query_probe(rank, width: int, num_heads: int, weights: dict, x: Tensor, upstream: Tensor) -> dict:
     layer = rank.submission.MultiQueryAttention(width, num_heads, group=rank.group).to(rank.device)
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(weights[name])
+    if unfit := give_weights(layer, weights):
+        return {"unfit": unfit}
     x = x.clone().requires_grad_()
     with rank.record() as recording:
         y = layer(x)
@@ -182,6 +182,7 @@ def observe_multi_query(trial: Trial) -> SimpleNamespace:
     shards = [{name: cut(name, w, rank) for name, w in weights.items()} for rank in range(n)]
     runs = [(width, num_heads, shard, x, upstream) for shard in shards]
     results = trial.run(multi_query_probe, per_rank=runs)
+    require_fit(trial, results, shards)
     expected = dense_branch(dense, x, upstream)
     gradients = {name: [cut(name, g, rank) for rank in range(n)] for name, g in expected.gradients.items()}
     alone = not_copied(dense, x, upstream, n)

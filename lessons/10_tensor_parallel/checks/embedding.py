@@ -153,6 +153,7 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
         share = -(-size // n)
         numbers = [len(weight) for weight in each_rank(seen, "weight")]
         the_rest = size % n and numbers == [size // n] * (n - 1) + [size - (n - 1) * (size // n)]
+        filled = numbers == [max(share, (rank + 1) * share - size) for rank in range(n)]
         for rank, weight in enumerate(each_rank(seen, "weight")):
             trial.require(
                 weight.dim() == 2 and weight.size(1) == width and weight.size(0) <= share,
@@ -162,6 +163,9 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
                 rank=rank,
                 cause="v // n rows for each rank, and the last one takes what is left over"
                 if the_rest
+                else f"with nothing of the table, it fills up from row {size}, where that ends, and not from "
+                f"its own first one, {rank * share}"
+                if filled
                 else "",
             )
         held = each_rank(seen, "weight")

@@ -9,6 +9,7 @@ from torch import Tensor
 from grader.checks import BACKWARD, Trial, backward, check, each_rank, exercise, parts
 from lessons_shared.cut_gpt import describe, gradients_of
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
+from lessons_shared.given_weights import give_weights, require_fit
 from lessons_shared.pairs import all_close
 from lessons_shared.passes import BOTH, HALF, sums_of_two_passes
 from lessons_shared.wire import sends_at_most
@@ -34,9 +35,8 @@ exercise(
 def adapter_probe(rank, sizes: tuple, weights: dict, x: Tensor, upstream: Tensor) -> dict:
     layer = rank.submission.AdaptedRowLinear(*sizes, group=rank.group).to(rank.device)
     zero_at_first = not layer.up.any()
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(weights[name])
+    if unfit := give_weights(layer, weights):
+        return {"unfit": unfit}
     x = x.clone().requires_grad_()
     with rank.record() as recording:
         y = layer(x)
@@ -74,6 +74,7 @@ def observe_adapter(trial: Trial) -> SimpleNamespace:
         cut = {"weight": parts(weight, 1, n)[r], "down": parts(down, 1, n)[r], "bias": bias, "up": up}
         runs.append(((width, out, low), cut, parts(x, 2, n)[r].contiguous(), parts(upstream, 1, n)[r]))
     results = trial.run(adapter_probe, per_rank=runs)
+    require_fit(trial, results, [own for _, own, *_ in runs])
     return SimpleNamespace(
         results=results, output=y.detach(), x_gradient=whole_x.grad, down=whole_down.grad, up=whole_up.grad,
         own_up=own_up, sizes=(batch, s, out, low), frozen=frozen,
