@@ -163,6 +163,7 @@ def observe(trial: Trial) -> SimpleNamespace:
         ideal={kind: run("ideal", *how) for kind, how in kinds.items() if how[0] != "fused"},
         config=config,
         stream=4 * b * s * config.n_embd,
+        matrix=4 * b * heads * s * s,
         product=2 * b * s * s * config.n_embd,
         linear=2 * b * s * config.n_embd**2,
     )
@@ -333,11 +334,27 @@ def scores_do_not_stay_alive(trial: Trial) -> None:
             "beside it. Scores, probabilities and masks go.",
             cause="nothing is saved"
             if alive >= without - slack
+            else told
+            if (told := ends_before(seen, mine, plain, alive - expected, slack))
             else f"each layer keeps {['one tensor', 'two tensors', 'three tensors'][copies - 1]} more of the "
             "size of q: a copy, or the core's result"
             if copies in (1, 2, 3) and abs(more - copies) < 0.2
             else "",
         )
+
+
+def ends_before(seen: SimpleNamespace, mine: dict, plain: dict, more: int, slack: int) -> str:
+    """Of a core that is computed again in part, with one of its two products: what of it is not, in words."""
+    layers = seen.config.n_layer
+    extra = mine["recording"].flops() - plain["recording"].flops()
+    if mine["called again"] or extra != layers * seen.product:
+        return ""
+    for matrices, again in {1: "scores, softmax and dropout", 2: "scores and softmax"}.items():
+        if abs(more - layers * (matrices * seen.matrix + seen.stream)) <= slack:  # and v in one piece
+            kept = "the product with the values keeps what dropout has left of the probabilities"
+            mask = "dropout keeps its mask, and " * (matrices == 2)
+            return f"only {again} are computed again: {mask}{kept}"
+    return ""
 
 
 LAST_CORES = (

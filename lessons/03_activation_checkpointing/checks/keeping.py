@@ -41,6 +41,12 @@ def keep(
         del total
         gc.collect()
         recording.mark("after backward")
+        loss = checkpoint(lambda x: layers(x).sum(), xs[0])
+        if loss.requires_grad:
+            loss.backward()
+        layers.zero_grad()
+        gc.collect()
+        recording.mark("with an output that is the loss")
     return {"recording": recording, "outside torch": outside_torch}
 
 
@@ -112,18 +118,28 @@ def why_kept(alive: int, without: int, sizes: dict[str, int]) -> str:
 def nothing_of_the_second_call_is_left(trial: Trial) -> None:
     """After backward nothing is left of what the second call computed."""
     seen = trial.once(observe_kept)
-    for mark, when, help in (
+    for mark, when, cause, help in (
         (
             "after backward",
             "after backward",
+            "",
             "What the second call made goes when backward has used it: hold it where the graph does, and "
             "not in a list that stays.",
         ),
         (
             "with the loss",
             "after backward, while somebody holds the loss,",
+            "",
             "Backward frees what save_for_backward and the hooks were given, and nothing else: a tensor that "
             "you put on ctx lives as long as the loss does. Use local variables.",
+        ),
+        (
+            "with an output that is the loss",
+            "after backward, where the function returns the loss, and somebody holds it,",
+            "it hangs on the output itself: where a loss is made of the output, and the output is let go, "
+            "nothing is left",
+            "The output lives as long as somebody looks at it. Put nothing on it, neither tensors nor what "
+            "holds them.",
         ),
     ):
         alive, without = (run["recording"].alive(mark) for run in (seen.mine, seen.plain))
@@ -132,4 +148,5 @@ def nothing_of_the_second_call_is_left(trial: Trial) -> None:
             f"{when} {alive:,} bytes are alive; without checkpointing it would be the {without:,} "
             "of the inputs' gradients",
             help=help,
+            cause=cause,
         )

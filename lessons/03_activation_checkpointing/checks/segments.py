@@ -1,6 +1,8 @@
 """Checks of `best_segment_length`: the length of a group for which the fewest bytes are alive at once."""
 
 import math
+import operator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -71,8 +73,15 @@ def first_of(num_blocks: int, candidates: object, key: object) -> int:
 
 STAIRCASE = (
     "that is where L/k is right, and with ceil(L/k) the bytes are a staircase, whose lowest step may lie "
-    "further off"
+    "further off: try every k"
 )
+LATER = "the bytes are a staircase, and a later step may lie lower. Try every k"
+
+
+def downhill(num_blocks: int, bytes_of: Callable[[int], int], uphill: Callable[[int, int], bool]) -> int:
+    """The best of the lengths before the first step that goes uphill."""
+    last = next((k for k in range(1, num_blocks) if uphill(bytes_of(k + 1), bytes_of(k))), num_blocks)
+    return min(range(1, last + 1), key=bytes_of)
 
 
 def slips(n: int, block: int, boundary: int) -> dict[str, float]:
@@ -109,6 +118,12 @@ def slips(n: int, block: int, boundary: int) -> dict[str, float]:
         ),
         f"the best of 1, num_blocks and the two whole numbers beside a square root: {STAIRCASE}": first_of(
             n, {1, n, math.floor(root), math.ceil(root)}, lambda k: (bytes_of(k), k)
+        ),
+        f"it stops at the first length that is no better than the one before: {LATER}": downhill(
+            n, bytes_of, operator.ge
+        ),
+        f"it stops at the first length that is worse than the one before: {LATER}": downhill(
+            n, bytes_of, operator.gt
         ),
         "a group of all blocks has an input, too: at k = num_blocks one boundary is missing": first_of(
             n, every, lambda k: bytes_of(k) - boundary * (k == n)
