@@ -162,7 +162,7 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Proce
     x (b, s/n, in) to (b, s, out/n), with this rank's rows of a column-parallel layer: weight (out/n, in),
     bias (out/n) or None. The gathered x is not kept: backward gathers it again for the gradient of the
     weight. So one all-gather forward; one all-gather and one reduce-scatter backward. Neither the inputs nor
-    the gradient that comes in are changed.
+    the gradient that comes in are changed. Any memory layout, which may differ between ranks.
     """
     # answer
     return _GatheredLinear.apply(x, weight, bias, group)

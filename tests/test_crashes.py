@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from grader.judging.crashes import why_crashed
 from grader.judging.group_and_world import NOT_OF_THE_GROUP, NOT_OF_TORCHS_GROUP
@@ -112,6 +113,11 @@ class Saves(torch.autograd.Function):
         return x.clone()
 
 
+def through_a_reentrant_checkpoint() -> None:
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(checkpoint(torch.sin, x, use_reentrant=True).sum(), x)
+
+
 def viewed() -> None:
     torch.ones(2, 3).T.view(6)
 
@@ -127,6 +133,7 @@ WORDS = {
     of_two_dtypes: "two dtypes",
     too_far: "a row is looked up that is not there",
     viewed: "one piece of memory",
+    through_a_reentrant_checkpoint: "a reentrant checkpoint works for loss.backward() alone",
     endless: "leads back to itself",
     lambda: Saves.apply(torch.ones(2, requires_grad=True), 3): "tensors and None alone",
     lambda: Wider.apply(torch.ones(2, requires_grad=True)).sum().backward(): "shape of forward's input",

@@ -47,6 +47,13 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "One backward for all that share a graph; or detach where the second one's part begins.",
     ),
     (
+        r"checkpoint(ing)? is (incompatible|not compatible) with \.grad\(\)",
+        "gradients are asked for by torch.autograd.grad, or backward(inputs=...), and a reentrant checkpoint "
+        "works for loss.backward() alone",
+        "use_reentrant=False: a reentrant checkpoint also gives no gradient to what is not among its inputs, "
+        "and none to anything where no input needs one.",
+    ),
+    (
         r"modified by an inplace operation",
         "a tensor that backward needs was changed in place after it had been used",
         "Work on a new tensor, or on a clone: `x = x + y` where `x += y` stands. A collective changes its "

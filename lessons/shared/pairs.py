@@ -33,15 +33,19 @@ ONE_PIECE = (
 )
 
 
+def stored_transposed(x: Tensor) -> Tensor:
+    """The same numbers, stored in another order."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 def pair_probe(rank, name: str, cases: list) -> list[dict]:
     return [one_pair(rank, getattr(rank.submission, name), *case) for case in cases]
 
 
 def one_pair(rank, function: Callable, x: Tensor, upstream: Tensor, transposed: bool) -> dict:
     """On a rank: forward, backward, and whether somebody's tensors were changed."""
-    if transposed and rank.group.rank() == 0:  # the same numbers, stored in another order
-        x = x.transpose(0, -1).contiguous().transpose(0, -1)
-        upstream = upstream.transpose(0, -1).contiguous().transpose(0, -1)
+    if transposed and rank.group.rank() == 0:
+        x, upstream = stored_transposed(x), stored_transposed(upstream)
     leaf = x.clone().requires_grad_()
     handed = leaf * 1.0
     before, given = handed.detach().clone(), upstream.clone()

@@ -135,6 +135,8 @@ def differences(config: GPTConfig, b: int, s: int, n: int, scheme: str) -> dict[
     if config.dropout:
         told = "a log-sum-exp is counted: with dropout there is no fused kernel to keep it"
         found[told] = head_numbers
+        told = "the core is counted as without dropout: a log-sum-exp, and no (s, s) matrices"
+        found[told] = head_numbers - 4 * cores
     else:
         found |= {
             "the log-sum-exp is one number a token: it is one a token and head of this rank, a/n of them": (

@@ -21,7 +21,9 @@ from grader.checks import (
 from lessons_shared.alone import NO_BIAS, tell_cases
 from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.needed import IN_ORDER, none_is_missing
+from lessons_shared.pairs import ONE_PIECE, stored_transposed
 from lessons_shared.results import overwritten, results_stay
+from lessons_shared.wire import lie_in_one_piece
 
 from .functions import joined_otherwise, other_tokens
 from .shared import SIZES, alive_before_backward, is_kept_as_view, mark_backward, sends_as_much
@@ -63,6 +65,19 @@ def with_one_frozen(rank, inputs: list[Tensor | None], upstream: Tensor) -> dict
     return found
 
 
+def stored_otherwise(rank, inputs: list[Tensor | None], upstream: Tensor) -> dict:
+    """Output and gradients where rank 0's x and gradient are the same numbers, stored transposed."""
+    x, *others = (given if given is None else given.clone() for given in inputs)
+    if rank.group.rank() == 0:
+        x, upstream = stored_transposed(x), stored_transposed(upstream)
+    leaves = [given if given is None else given.requires_grad_() for given in (x, *others)]
+    with rank.record() as recording:
+        y = rank.submission.gathered_linear(*leaves, rank.group)
+        backward(y, upstream)
+    gradients = {name: leaf.grad for name, leaf in zip(ARGUMENTS, leaves, strict=True) if leaf is not None}
+    return {"output": y, "recording": recording, **gradients}
+
+
 def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | None, upstream: Tensor) -> dict:
     leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (x, weight, bias)]
     given = upstream.clone()
@@ -92,6 +107,7 @@ def one_linear(rank, in_full: bool, x: Tensor, weight: Tensor, bias: Tensor | No
         "bias": gradients[2],
         "weight_twice": leaves[1].grad,
         "one frozen": with_one_frozen(rank, [x, weight, bias], upstream) if in_full else None,
+        "stored otherwise": stored_otherwise(rank, [x, weight, bias], upstream) if in_full else None,
         "changed": [
             name
             for name, now, was in (
@@ -290,6 +306,23 @@ def what_is_frozen_takes_no_other_gradient_along(trial: Trial) -> None:
             for name, gradients in found.items():
                 right = {"x": seen.for_x, "weight": seen.for_weight, "bias": seen.for_bias}[name]
                 trial.close(f"the gradient of {name} where {where}", gradients, right, help=IN_ORDER)
+
+
+@check("gathered_linear", world_sizes=(2,), subgroup=False)
+def linear_takes_any_layout(trial: Trial) -> None:
+    """It works for tensors that lie differently in memory on different ranks."""
+    for seen in trial.once(observe_linear):
+        found = [result["stored otherwise"] for result in seen.results]
+        for name, what, right in (
+            ("output", "the output", seen.outputs),
+            ("x", "the gradient of x", seen.for_x),
+            ("weight", "the gradient of the weight", seen.for_weight),
+            ("bias", "the gradient of the bias", seen.for_bias),
+        ):
+            if right[0] is not None:
+                where = f"(rank 0's x and gradient stored transposed, {seen.name})"
+                trial.close(f"{what} {where}", [each[name] for each in found], right)
+        lie_in_one_piece(trial, [each["recording"] for each in found], ONE_PIECE)
 
 
 @check("gathered_linear")
