@@ -211,7 +211,8 @@ def precision(pair: Pair) -> str:
         name = str(dtype).removeprefix("torch.")
         rounded = (a.to(dtype).to(torch.float64) == a)[nonzero]
         if int(nonzero.sum()) >= 4 and rounded.all() and error < 3 * torch.finfo(dtype).eps:
-            return f"every number is one that {name} can hold: it went through {name} on the way"
+            told = f"every number is one that {name} can hold: it went through {name} on the way"
+            return f"{told}. Where does it leave {str(pair.dtype).removeprefix('torch.')}?"
     if a.numel() < 4 or not 0 < error < 1e-3:
         return ""
     digits = math.floor(-math.log10(error))
