@@ -203,11 +203,12 @@ class ShardedOptimizer(OptimizerShell):
     """ZeRO-1: wraps any optimizer; each rank keeps the state of its own share of the weights only.
 
     The ranks' shares differ by no more than the largest parameter, or by fewer than n numbers for each. Every
-    rank has the whole model, and `.grad` is its own gradient, not yet averaged: a step may use it up. A step
-    sends 2P elements in all. A parameter that is frozen, or that no backward reached (its `.grad` is None),
-    stays as it is: it does not decay. Backward reaches the same parameters on every rank. Closures,
-    schedulers, `zero_grad` and `state_dict` work as with any optimizer: the shell sees to that. A group that
-    is added later, by `add_param_group`, is trained from then on.
+    rank has the whole model, and `.grad` is its own gradient, not yet averaged: a step may use it up. Nothing
+    else of the model's size stays from one step to the next. A step sends 2P elements in all. A parameter
+    that is frozen, or that no backward reached (its `.grad` is None), stays as it is: it does not decay.
+    Backward reaches the same parameters on every rank. Closures, schedulers, `zero_grad` and `state_dict`
+    work as with any optimizer: the shell sees to that. A group that is added later, by `add_param_group`, is
+    trained from then on.
 
     Source: arXiv:1910.02054, section 5.1.
     """

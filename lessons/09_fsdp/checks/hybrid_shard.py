@@ -170,43 +170,6 @@ def outputs_are_the_dense_models(trial: Trial) -> None:
 # --- the checks of gradients ---
 
 
-BOTH_GROUPS = "The mesh has both groups: mesh.get_group(0) and mesh.get_group(1)."
-OF_ANOTHER_MESH = (
-    "this is the group of a mesh that hybrid_shard was given before: a hook of an earlier model is still at "
-    "work (register_optimizer_step_pre_hook is for every optimizer), or a group is kept in a variable of the "
-    "module"
-)
-
-
-@check("hybrid_shard")
-def two_groups_talk(trial: Trial) -> None:
-    """In a step every collective is in the group of a machine, or of the ranks that hold the same shards."""
-    before: dict[int, set] = {r: set() for r in range(trial.num_ranks)}
-    for each in trial.once(observe).on_machines:
-        groups = [groups_of(each.machines, r) for r in range(trial.num_ranks)]
-        strange = [
-            (r, event)
-            for r, result in enumerate(each.results)
-            for event in result["recording"].events
-            if event.group not in groups[r] and event.num_bytes > LITTLE
-        ]
-        kept = all(event.group in before[r] for r, event in strange)
-        if strange:
-            r, event = strange[0]
-            of_all = len(event.group) == trial.num_ranks
-            trial.wrong(
-                f"it calls {event.describe()} in the group of ranks {', '.join(map(str, event.group))} "
-                f"({told(each.machines)})",
-                cause=OF_ANOTHER_MESH if kept else "",
-                help="Hook on to this model alone, and take both groups from the mesh that came with it."
-                if kept
-                else BOTH_GROUPS + of_all * " A call without group= is in the group of all.",
-                rank=r,
-            )
-        for r in before:
-            before[r] |= set(groups[r])
-
-
 def from_an_earlier_pass(seen: SimpleNamespace, each: SimpleNamespace) -> tuple[str, str]:
     """Why of two passes the last has its own machine's mean, in words, and the next step."""
     everyone = list(range(len(each.results)))
@@ -259,6 +222,43 @@ def gradients_are_the_means(trial: Trial) -> None:
                 },
                 help="What is in .grad when backward is over is the mean over all ranks of the mesh.",
             )
+
+
+BOTH_GROUPS = "The mesh has both groups: mesh.get_group(0) and mesh.get_group(1)."
+OF_ANOTHER_MESH = (
+    "this is the group of a mesh that hybrid_shard was given before: a hook of an earlier model is still at "
+    "work (register_optimizer_step_pre_hook is for every optimizer), or a group is kept in a variable of the "
+    "module"
+)
+
+
+@check("hybrid_shard")
+def two_groups_talk(trial: Trial) -> None:
+    """In a step every collective is in the group of a machine, or of the ranks that hold the same shards."""
+    before: dict[int, set] = {r: set() for r in range(trial.num_ranks)}
+    for each in trial.once(observe).on_machines:
+        groups = [groups_of(each.machines, r) for r in range(trial.num_ranks)]
+        strange = [
+            (r, event)
+            for r, result in enumerate(each.results)
+            for event in result["recording"].events
+            if event.group not in groups[r] and event.num_bytes > LITTLE
+        ]
+        kept = all(event.group in before[r] for r, event in strange)
+        if strange:
+            r, event = strange[0]
+            of_all = len(event.group) == trial.num_ranks
+            trial.wrong(
+                f"it calls {event.describe()} in the group of ranks {', '.join(map(str, event.group))} "
+                f"({told(each.machines)})",
+                cause=OF_ANOTHER_MESH if kept else "",
+                help="Hook on to this model alone, and take both groups from the mesh that came with it."
+                if kept
+                else BOTH_GROUPS + of_all * " A call without group= is in the group of all.",
+                rank=r,
+            )
+        for r in before:
+            before[r] |= set(groups[r])
 
 
 @check("hybrid_shard")

@@ -98,11 +98,12 @@ def require_ahead(
             mark, due = f"{way} {number}", min(turn + 2, NUM_BLOCKS)
             sent = gathered_since(recording, mark, start)
             blocks = num_bytes(sent) / seen.block
+            gathers = "1 gather was" if f"{blocks:.2g}" == "1" else f"{blocks:.2g} gathers were"
             surely = num_bytes(e for e in sent if e.kind in GATHERS_ALONE) / seen.block
             trial.require(
                 blocks >= 0.9 * due,
-                f"while block {number} computes its {told}, {blocks:.2g} gathers were started, and "
-                f"with that of the next block they would be {due}",
+                f"while block {number} computes its {told}, {gathers} started: {due} are due"
+                + ", that of the next block among them" * (turn + 1 < NUM_BLOCKS),
                 help="start_gather() of the unit that comes next, right after this one's gather().",
                 rank=r,
                 cause=why_late(behind, order, late) if blocks >= 0.9 * (turn + 1) else "",
