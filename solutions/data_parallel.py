@@ -259,8 +259,8 @@ def guarded_step(
     """One training step that leaves out a broken batch; says whether the step was taken.
 
     `inputs` and `targets` are this rank's share. If the loss of any rank's share is not finite, no
-    rank changes a weight or the optimizer's state, and all ranks return False. Else all ranks step
-    on the mean gradient, clipped to norm 1, and return True.
+    rank changes a weight or the optimizer's state, and all ranks return False. Where all losses and
+    gradients are finite, all ranks step on the mean gradient, clipped to norm 1, and return True.
     """
     # answer
     optimizer.zero_grad()

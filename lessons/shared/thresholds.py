@@ -14,6 +14,9 @@ def is_off_by_rounding(answers: Answers) -> bool:
     return any(off) and not all(off)
 
 
+ROUNDS = "each division rounds: a quotient that is whole on paper comes out a little above or below it"
+
+
 def require_equal_times(
     trial: Trial, answers: Answers, truth: Callable[..., int], slips: Slips, hidden: str, cause: str
 ) -> None:

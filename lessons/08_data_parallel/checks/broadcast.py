@@ -198,7 +198,8 @@ def weights_may_lie_in_another_order(trial: Trial) -> None:
             not result["moved"],
             f"these {turned}lie in other memory now: {result['moved']}. A view of the old sees the old "
             "numbers",
-            help="Write into the memory that is there: tensor.detach().copy_(...), not tensor.data = ...",
+            help="Write into the memory that is there, with tensor.detach().copy_(...), and put no other "
+            "tensor in its place.",
             rank=r,
         )
     for name, order in IN_ANOTHER_ORDER.items():

@@ -44,15 +44,45 @@ def guarded_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def guarded(rank: Any, seed: int, batches: list[tuple[Tensor, Tensor]]) -> dict:
     model = build(Regression, seed).to(rank.device)
     optimizer = guarded_optimizer(model)
-    taken, seen, state = [], [], []
+    taken, seen, state, changed = [], [], [], []
     with rank.record() as recording:
         for inputs, targets in batches:
             recording.mark("a step")
+            before = state_of(optimizer)
             answer = rank.submission.guarded_step(model, optimizer, inputs, targets, rank.group)
             taken.append(None if answer is None else bool(answer))
             seen.append(weights(model))
-            state.append(finite(optimizer.state_dict()["state"].values()))
-    return {"taken": taken, "weights": seen, "state": state, "recording": recording}
+            state.append(finite([state_of(optimizer)]))
+            changed.append(other_numbers(before, state_of(optimizer)))
+    return {
+        "taken": taken,
+        "weights": seen,
+        "state": state,
+        "changed": changed,
+        "recording": recording,
+    }
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Clones of what an optimizer keeps, by the parameter's number and the name."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{key} of parameter {number}": value.clone()
+        for number, named in state.items()
+        for key, value in named.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def other_numbers(before: dict[str, Tensor], now: dict[str, Tensor]) -> list[str]:
+    """Names of what has come, gone or changed; NaN is NaN still."""
+    return [
+        name
+        for name in {**before, **now}
+        if name not in before
+        or name not in now
+        or not torch.allclose(before[name], now[name], rtol=0.0, atol=0.0, equal_nan=True)
+    ]
 
 
 def finite(tensors: Iterable[dict[str, Any]]) -> bool:
@@ -176,10 +206,10 @@ LARGE = (
 def how_decided(recording: Recording) -> str:
     """Why a rank takes a step though a loss is not finite, as far as the reduction of its flag tells."""
     ways = {
-        "MAX": "the largest of what the ranks send decides. Of flags: one rank whose loss is finite is "
-        "enough for it. Of losses: NaN can be lost in it, and -inf is",
-        "MIN": "the smallest of what the ranks send decides. Of flags: one rank that reports nothing is "
-        "enough. Of losses: NaN can be lost in it, and inf is",
+        "MAX": "the largest number that a rank sends decides. If it is 1 for a finite loss, one rank whose "
+        "loss is finite is enough; if it is the loss, -inf is never the largest, and NaN may be left out",
+        "MIN": "the smallest number that a rank sends decides. If it is 1 for a broken loss, one rank whose "
+        "loss is finite is enough; if it is the loss, inf is never the smallest, and NaN may be left out",
         "SUM": "the sum of the ranks' flags decides: is it what it should be when all are finite?",
         "PRODUCT": "the product of the ranks' flags decides: one 0 among them makes it 0",
     }
@@ -248,6 +278,25 @@ def require_nothing_left(trial: Trial, rank: int, result: dict, want: list[bool]
         )
 
 
+def require_state_kept(trial: Trial, rank: int, result: dict, start: dict[str, Tensor]) -> None:
+    """Where a step returned False, and left the weights alone, the optimizer's state stays, too."""
+    for i, changed in enumerate(result["changed"]):
+        before, now = [start, *result["weights"]][i : i + 2]
+        left_out = result["taken"][i] is False and not other_numbers(before, now)
+        until_then = i == 0 or result["state"][i - 1]
+        trial.require(
+            not left_out or not changed,
+            f"step {i + 1} returned False and left the weights as they were, and the optimizer's state is "
+            f"another: {', '.join(changed[:2])}{', ...' if len(changed) > 2 else ''}",
+            help="Decide before the optimizer's step: then nothing has to be put back.",
+            rank=rank,
+            cause="a step was made with the broken gradient, and only the weights were put back: the state "
+            "holds numbers that are not finite"
+            if until_then and not result["state"][i]
+            else "",
+        )
+
+
 RETURNS_ITS_OWN = (
     "all ranks leave the same batches out, as the weights show, and what a rank returns is whether its own "
     "loss is finite"
@@ -270,8 +319,12 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
     expected = reference_weights(seen)
     others = cache(partial(other_weights, seen))  # only a wrong answer needs them
     want = [not ranks for ranks in seen.broken]
+    start = weights(build(Regression, seen.seed))
+    agreed = all(result["taken"] == seen.results[0]["taken"] for result in seen.results)
     for r, result in enumerate(seen.results):
         require_nothing_left(trial, r, result, want)
+        require_state_kept(trial, r, result, start)
+        stepped = any(taken and not good for taken, good in zip(result["taken"], want, strict=True))
         its_own = result["taken"] != want and returns_its_own(seen, r, result, expected)
         trial.require(
             result["taken"] == want,
@@ -279,18 +332,20 @@ def require_guarded(trial: Trial, seen: SimpleNamespace) -> None:
             "none",
             help="Return what all ranks have decided: True where a step was made."
             if its_own
+            else "One rank's loss that is not finite is enough for all: let all learn of it."
+            if agreed and stepped
             else "All ranks decide by the same number: let them agree on it before anyone returns.",
             rank=r,
             cause=RETURNS_ITS_OWN
             if its_own
             else taken_for_finite(seen.kinds, result["taken"])
-            or (how_decided(result["recording"]) if any(result["taken"]) else "")
+            or (how_decided(result["recording"]) if stepped else "")
             or taken_for_broken(trial, seen, r),
         )
     for i in range(len(want)):
         for name in expected[i]:
             actual = [result["weights"][i][name] for result in seen.results]
-            before = expected[i - 1] if i else weights(build(Regression, seen.seed))
+            before = expected[i - 1] if i else start
             trial.close(
                 f"{name} after step {i + 1} ({'a good' if want[i] else 'a broken'} batch)",
                 actual,
@@ -318,13 +373,13 @@ def observe_mixture(trial: Trial) -> SimpleNamespace:
 
 @check("guarded_step")
 def a_good_batch_is_a_step_on_the_mean(trial: Trial) -> None:
-    """With finite losses everywhere, all ranks step on the mean gradient, clipped after averaging."""
+    """Where losses and gradients are finite, all ranks step on the mean gradient, clipped after averaging."""
     require_guarded(trial, trial.once(observe_good))
 
 
 @check("guarded_step")
 def all_ranks_leave_a_broken_batch_out(trial: Trial) -> None:
-    """When the loss of the last rank is NaN, inf or -inf, every rank returns False, and no weight changes."""
+    """When the loss of the last rank is NaN, inf or -inf, every rank returns False, and nothing changes."""
     require_guarded(trial, trial.once(observe_broken))
 
 

@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 
 from grader.checks import Answers, Trial, check, compare_answers, exercise, require_refusal
-from lessons_shared.thresholds import require_equal_times
+from lessons_shared.thresholds import ROUNDS, require_equal_times
 
 exercise(
     "smallest_hidden_share",
@@ -135,12 +135,12 @@ def backward_takes_as_long(trial: Trial) -> None:
 def equal_times_are_hidden(trial: Trial) -> None:
     """Where both times are equal for a whole number of tokens, that is the answer, for every model."""
     answers = trial.once(ask_equal_times)
-    cause = "each division rounds, and what is whole on paper ends beside it"
+    cause = ROUNDS
     of_machines = {
         (tuple(machine), given) for (_, *machine), given in zip(answers.calls, answers.given, strict=True)
     }
     if len(of_machines) > len({machine for machine, _ in of_machines}):
-        cause += ", as P will have it"
+        cause += ", for some P and not for others"
     require_equal_times(trial, answers, truth, slips, "the all-reduce", cause)
 
 

@@ -104,6 +104,8 @@ def require_mean(trial: Trial, seen: SimpleNamespace, names: list[str] | None = 
     """The gradients on every rank are the mean over ranks; a cause is one of all names that are wrong."""
     names = names or [n for n in seen.expected if n != "frozen.weight"]
     found = {name: by_rank(seen.results, "gradients", name) for name in names}
+    missing = any(gradient is None for name in names for gradient in found[name])
+    nowhere = tell_averaged_nowhere(seen, found) if missing else ""
     for name in names:
         if all(gradient is None for gradient in found[name]) and not any(own[name].any() for own in seen.own):
             del found[name]  # no rank used it: there is nothing to average
@@ -117,7 +119,7 @@ def require_mean(trial: Trial, seen: SimpleNamespace, names: list[str] | None = 
                 rank=r,
                 cause="all gradients are reduced, and the mean of one that was None here is not put back"
                 if came
-                else "",
+                else nowhere,
             )
     wrong = {
         name: [r for r, gradient in enumerate(found[name]) if not is_close(gradient, seen.expected[name])]
@@ -158,6 +160,25 @@ def all_were_reduced(seen: SimpleNamespace, rank: int) -> bool:
     recording = seen.results[rank].get("recording")
     size = sum(4 * mean.numel() for name, mean in seen.expected.items() if name != "frozen.weight")
     return recording is not None and recording.bytes("all_reduce") + recording.bytes("reduce_scatter") >= size
+
+
+def tell_averaged_nowhere(seen: SimpleNamespace, found: dict[str, list[Tensor | None]]) -> str:
+    """The cause where what all ranks have a gradient of is averaged, and the rest left as it was; else ""."""
+    lacking = {name: [not own[name].any() for own in seen.own] for name in found}
+    lacking = {name: without for name, without in lacking.items() if not all(without)}
+    for name, without in lacking.items():
+        for gradient, own, none in zip(found[name], seen.own, without, strict=True):
+            right = own[name] if any(without) else seen.expected[name]
+            if (gradient is None) != none or (gradient is not None and not is_close(gradient, right)):
+                return ""
+    if all(map(any, lacking.values())):
+        return ""  # nothing shows that anything is averaged
+    asked = [result["recording"].select("broadcast") for result in seen.results if "recording" in result]
+    if all(events and all(event.peer == 0 for event in events) for events in asked or [[]]):
+        return (
+            "rank 0 decides for all: what it has no gradient of is averaged nowhere, though another has one"
+        )
+    return "what some rank has no gradient of is averaged nowhere, though another rank has one"
 
 
 def require_waits(trial: Trial, results: list[dict], message: str) -> None:

@@ -145,8 +145,8 @@ def nothing_is_sent_inside_no_sync(trial: Trial) -> None:
         )
         trial.require(
             not still,
-            f"inside no_sync(), after an inner no_sync() has ended, there were {len(still)} communications: "
-            f"{still[:3]}",
+            f"inside no_sync(), after an inner no_sync() has ended, there were {len(still)} communications "
+            f"({', '.join(sorted(set(still)))})",
             cause="the end of the inner no_sync() has ended the outer one",
             help="Remember what was on before it, and put that back at its end.",
             rank=r,

@@ -70,11 +70,20 @@ def step(rank: Any, seed: int, drifted: bool, weight: float, tokens: Tensor, tar
         first = gradients(model)
         recording.mark("finished again")
         wrapped.finish_gradient_synchronization()
+    again = gradients(model)
+    wrapped.zero_grad(set_to_none=True)
+    (weight * wrapped(tokens, targets)[1]).backward()
+    with torch.no_grad():
+        wrapped(tokens, targets)
+    with wrapped.no_sync():
+        wrapped(tokens, targets)
+    wrapped.finish_gradient_synchronization()
     return {
         "start": start,
         "before": before,
         "gradients": first,
-        "again": gradients(model),
+        "again": again,
+        "looked at": gradients(model),
         "loss": loss.detach(),
         "by keyword": by_keyword,
         "weights": weights(model),
@@ -281,6 +290,36 @@ def finish_does_nothing_when_nothing_is_pending(trial: Trial) -> None:
             by_rank(seen.results, "gradients", name),
             rtol=0.0,
             help="A second finish has nothing to send, to divide or to write: forget what is done.",
+        )
+
+
+@check("DataParallel", subgroup=False)
+def a_pass_stays_pending(trial: Trial) -> None:
+    """A forward under torch.no_grad() or in no_sync(), before a pass is finished, leaves it pending."""
+    seen = trial.once(observe_step)
+
+    def is_mean(key: str, name: str) -> bool:
+        found = by_rank(seen.results, key, name)
+        return all(g is not None and is_close(g, seen.expected[name]) for g in found)
+
+    names = [
+        name for name in seen.expected if is_mean("gradients", name)
+    ]  # of the others another check tells
+    left = [by_rank(seen.results, "looked at", name) for name in names]
+    nothing_done = all(
+        g is None or is_close(g, own[name])
+        for name, found in zip(names, left, strict=True)
+        for g, own in zip(found, seen.own, strict=True)
+    )
+    for name in names:
+        trial.require(
+            is_mean("looked at", name),
+            f"the gradient of {name} is not the mean where two forwards stand between backward and finish_…, "
+            "one under torch.no_grad() and one inside no_sync(); without them it is",
+            cause="such a forward ends the pass that is pending, and finish_… then does nothing"
+            if nothing_done
+            else "",
+            help="A forward that makes nothing pending leaves alone what is: finish_… alone ends a pass.",
         )
 
 

@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 
 from grader.checks import Answers, Trial, check, compare_answers, exercise, require_refusal
-from lessons_shared.thresholds import require_equal_times
+from lessons_shared.thresholds import ROUNDS, require_equal_times
 
 exercise(
     "smallest_hidden_part",
@@ -150,8 +150,7 @@ def computing_takes_as_long(trial: Trial) -> None:
 @check("smallest_hidden_part")
 def equal_times_are_hidden(trial: Trial) -> None:
     """Where both times are equal for a whole number of tokens, that is the answer."""
-    cause = "each division rounds, and what is whole on paper ends beside it"
-    require_equal_times(trial, trial.once(ask_equal_times), truth, slips, "the hop", cause)
+    require_equal_times(trial, trial.once(ask_equal_times), truth, slips, "the hop", ROUNDS)
 
 
 @check("smallest_hidden_part")
