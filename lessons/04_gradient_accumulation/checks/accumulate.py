@@ -104,6 +104,7 @@ def call(rank: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "gradients": gradients(model),
                 "rows": [shape[0] for shape in shapes],
                 "apart": any(apart),
+                "calls": len(apart),
                 "hooked": hooked,
                 "lengths": sorted({shape[-1] for shape in shapes}),
                 "modes": modes,
@@ -533,6 +534,19 @@ def the_loss_is_the_models(trial: Trial) -> None:
         "Use the loss that the model returns, model(rows, goals)[1]: it may be made otherwise, or elsewhere."
     )
     require_one_pass(trial, trial.once(observe_own_loss), help)
+
+
+@check("accumulate_gradients")
+def the_model_is_called(trial: Trial) -> None:
+    """The model is called, `model(rows, goals)`: so hooks that somebody has put on it run each time."""
+    for case, result in trial.once(observe_own_loss):
+        ran, calls = len(result["rows"]), result["calls"]
+        trial.require(
+            calls == ran,
+            f"{case.told}: the model's layers ran {ran} times, and a hook on the model {calls} times",
+            cause="not the model is called, but something of it: model.forward, for one, leaves hooks out",
+            help="Call the model itself: model(rows, goals).",
+        )
 
 
 @check("accumulate_gradients")

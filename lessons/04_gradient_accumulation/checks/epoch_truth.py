@@ -104,6 +104,8 @@ class Slip:
     """A step's loss is the last micro-batch's part of it."""
     mean_of_means: bool = False
     """A step's loss, and not its gradient, is the mean of the micro-batches' means."""
+    loss_by_size: bool = False
+    """A step's loss, and not its gradient, is divided by all of its targets."""
     stops: bool = False
     """A group ends at a micro-batch without counted targets."""
     zero_times_nan: bool = False
@@ -254,6 +256,8 @@ def epochs(case: Any, num_epochs: int = 1, slip: Slip | None = None) -> SimpleNa
             if slip.mean_of_means:
                 means = [model(*group[place])[1].item() for place in counting(group, slip)]
                 total = sum(means) / len(means)
+            if slip.loss_by_size:
+                total *= every / sum(goals.numel() for _, goals in group)
             if slip.by_value:
                 nn.utils.clip_grad_value_(model.parameters(), NORM)
             elif slip.by_group or slip.first_group:
@@ -338,6 +342,9 @@ SLIPS = {
     ),
     "the mean of the micro-batches' means is returned: weigh each by its counted targets": Slip(
         mean_of_means=True
+    ),
+    "the returned loss is divided by all targets of the step, also by those of -1, which do not count": Slip(
+        loss_by_size=True
     ),
     "the last micro-batch's part of the loss alone: the parts are not added up": Slip(last_loss=True),
 }
