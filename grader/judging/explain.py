@@ -21,6 +21,8 @@ from grader.judging.wording import apart, of_ranks, tell_where
 
 ByRank = Tensor | Sequence[Tensor]
 
+NEXT_TO_0 = 1e-6
+"""Of the largest expected number: less is what rounding has left of 0, and shown if nothing else is wrong."""
 MOST_FAULTS = 2
 """That are told where several give the same numbers."""
 
@@ -317,6 +319,9 @@ def _numbers(a: Tensor, e: Tensor) -> str:
     if a.numel() == 0:
         return "empty"
     error = (a.double() - e.double()).abs().nan_to_num(nan=math.inf).masked_fill(a == e, 0.0)  # inf - inf
+    scale = e.double()[torch.isfinite(e)].abs().max() if torch.isfinite(e).any() else 0.0
+    elsewhere = error.masked_fill((e != 0) & (e.double().abs() < NEXT_TO_0 * scale), 0.0)
+    error = elsewhere if elsewhere.max() > error.max() / 10 else error
     index = tuple((error == error.max()).nonzero()[0].tolist())
     place = f" at {list(index)}" if index else ""
     expected, got = apart(e[index].item(), a[index].item())

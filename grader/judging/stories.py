@@ -18,6 +18,9 @@ Locate = Callable[[str, int], str]
 
 _CONNECTION = re.compile(r"connection (reset|closed|refused)|socket timeout|broken pipe|peer", re.IGNORECASE)
 _NEW_GROUP = re.compile(r'distributed_c10d\.py", line \d+ in (?:new_group|new_subgroups)')
+_OTHER_ARGUMENTS = re.compile(
+    r"\) got an unexpected keyword argument|\) missing \d+ required |\) takes .* but "
+)
 _MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate", re.IGNORECASE)
 
 
@@ -148,7 +151,8 @@ def _trouble(
     if parted and _is_echo(first):
         return parted
     raised = f"{kind}: {_first_line(message)}".rstrip(": ")
-    if kind in ("AttributeError", "TypeError", "IndexError", "KeyError") and not places:
+    unusable = kind in ("AttributeError", "TypeError", "IndexError", "KeyError") and not places
+    if unusable and not _OTHER_ARGUMENTS.search(message):
         return CheckEnded(
             Verdict.WRONG,
             f"{name.who(failed[0])}{others} returned something that the check can not use: {raised}",

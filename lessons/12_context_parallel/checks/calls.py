@@ -100,13 +100,25 @@ def attend_in(rank, name: str, chunk: int | None, q: Tensor, k: Tensor, v: Tenso
     return found
 
 
+THROWN_AWAY = (
+    "a second backward over the same graph (retain_graph) fails where the first went well: that one threw "
+    "away what the second needs. Keep it with ctx.save_for_backward, or leave it on ctx"
+)
+
+
 def twice_over(rank, name: str, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
     """The gradients of two backwards over one graph, and what was the first ones' when they were there."""
     leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (q, k, v)]
     out, d_out = getattr(rank.submission, name)(*leaves, rank.group), upstream.transpose(1, 2)
     first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
     before = [gradient.clone() for gradient in first]
-    return {"before": before, "after": list(first), "second": list(torch.autograd.grad(out, leaves, d_out))}
+    try:
+        second = torch.autograd.grad(out, leaves, d_out)
+    except Exception as error:
+        if "modified by an inplace operation" not in str(error):
+            error.add_note(THROWN_AWAY)
+        raise
+    return {"before": before, "after": list(first), "second": list(second)}
 
 
 def require_twice_over(trial: Trial, kind: Kind) -> None:

@@ -113,10 +113,22 @@ def run_model(rank, sizes: dict, weights: dict, idx: Tensor, all_targets: list[T
     }
 
 
+def by_name(model: nn.Module, idx: Tensor, targets: Tensor) -> Any:
+    """On a rank: what the model returns where tokens and targets come by GPT's names for them."""
+    try:
+        return model(idx=idx, targets=targets)
+    except TypeError as error:
+        error.add_note(
+            "the model is called as before, and tokens and targets may come by GPT's names for them: "
+            "model(idx=..., targets=...). Give a forward of your own the same names"
+        )
+        raise
+
+
 def in_evaluation(model: nn.Module, idx: Tensor, all_targets: list[Tensor], n: int) -> dict:
     """The losses over the first targets, which come by name, and the third, and that of a shorter batch."""
     logits_by_place, last = without_gradients(lambda: model(idx, all_targets[2]))
-    logits, loss = without_gradients(lambda: model(idx=idx, targets=all_targets[0]))
+    logits, loss = without_gradients(lambda: by_name(model, idx, all_targets[0]))
     with noted(LONGER), torch.no_grad():
         shorter = model(*(x[:, : 2 * n].contiguous() for x in (idx, all_targets[1])))[1]
     return {
@@ -176,6 +188,12 @@ def others_that_explain_all(seen: SimpleNamespace, number: int) -> dict[str, Any
         for cause, value in others[number].items()
         if all(fits(cause, k) for k in range(len(others)) if k != number)
     }
+
+
+@check("context_parallelize")
+def passes_go_through(trial: Trial) -> None:
+    """Forward and backward go through on every rank, in training and evaluation, whatever targets count."""
+    trial.once(observe)
 
 
 @check("context_parallelize")

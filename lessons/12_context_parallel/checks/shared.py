@@ -252,6 +252,12 @@ def neighbours_only(trial: Trial, events: list[Event], rank: int, largest: int) 
         )
 
 
+IN_ONE_PIECE = (
+    "A block travels in one message: one of keys and one of values a hop, and in backward one of each "
+    "gradient."
+)
+
+
 def hops_at_most(
     trial: Trial, recording: Recording, after: str, rank: int, most: int, block: int, why: str
 ) -> None:
@@ -260,8 +266,17 @@ def hops_at_most(
     where = "the backward" if after else "the forward"
     sent = sum(event.num_bytes for event in events)
     told = f"{len(events)} messages, {sent:,} bytes, {sent / block:.3g} blocks"
+    fits = sent <= most * block + FEW
     trial.require(
-        sent <= most * block + FEW and len(events) <= most,
+        not fits or len(events) <= most,
+        f"{where} sent {len(events)} messages from this rank, where {most} are enough, and no more "
+        f"bytes than is right: {sent / block:.3g} blocks in all",
+        help=IN_ONE_PIECE,
+        rank=rank,
+        cause="blocks are sent in pieces",
+    )
+    trial.require(
+        fits,
         f"{where} sent {told} from this rank, where {most} blocks are enough (one block: {block:,} bytes)",
         help=why,
         rank=rank,

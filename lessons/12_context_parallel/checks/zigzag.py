@@ -245,7 +245,10 @@ def whole_comes_back_everywhere(trial: Trial) -> None:
             [x] * n,
             others,
             "Sort the 2n chunks by their number: the first half of rank r's part is number r, the "
-            "second 2n-1-r.",
+            "second 2n-1-r."
+            if all(getattr(result["wholes"][i], "dtype", x.dtype) == x.dtype for result in seen.results)
+            else "The whole has the dtype of the parts: torch.zeros and torch.empty make float32, unless "
+            "they are told dtype=x.dtype.",
         )
 
 
