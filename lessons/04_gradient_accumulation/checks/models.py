@@ -1,6 +1,7 @@
 """Models that the checks train, built alike on the rank and on the judge's side, and their true gradients."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +29,19 @@ def draw_config(trial: Trial, dropout: float = 0.0) -> GPTConfig:
 
 
 class Smoothed(GPT):
-    """A GPT with a loss of its own: of what it wants, a share `smoothing` goes to all tokens alike."""
+    """A GPT with a loss of its own: of what it wants, a share `smoothing` goes to all tokens alike.
+
+    It counts how often its forward runs, called with its hooks or without.
+    """
 
     def __init__(self, config: GPTConfig, smoothing: float) -> None:
         super().__init__(config)
         self.smoothing = smoothing
+        self.num_forwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_forwards += 1
+        return super().forward(*args, **kwargs)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(
