@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grader.checks import Trial, check, exercise
 from lessons_shared.passes import of_the_loss_alone
+from lessons_shared.rounded import WENT_THROUGH
 
 exercise(
     "share_loss",
@@ -201,13 +202,8 @@ def parts(seen: SimpleNamespace, i: int) -> dict[str, list[float]]:
         "into?": [1 / counts[-1] if counts[-1] else float("nan")] * n,
         "a rank that counts nothing is counted as one": [n / (total + n - having)] * n,
     }
-    for dtype, last in (
-        (torch.bfloat16, "256"),
-        (torch.float16, "2048, and nothing above 65504"),
-        (torch.float32, "2^24"),
-    ):
+    for dtype, told in WENT_THROUGH.items():
         rounded = torch.tensor(counts, dtype=dtype)
-        told = f"the number of targets went through {str(dtype)[6:]}, which holds whole numbers up to {last}"
         known[told] = [n / torch.stack([*rounded]).sum().item()] * n
     wrapped = torch.tensor(counts).sum().to(torch.int32).item()
     known["the number of targets went through int32, which holds no whole number above 2^31"] = [

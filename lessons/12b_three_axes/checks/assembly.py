@@ -231,6 +231,11 @@ def observe_refusals(trial: Trial) -> SimpleNamespace:
     return SimpleNamespace(missing={dim: [own[i] for own in results] for i, dim in enumerate(cases)})
 
 
+def told_end(ended: str) -> str:
+    """How a call ended, in words."""
+    return ended if ended == "returned" else f"raised {ended}"
+
+
 @check("parallelize_on_mesh", world_sizes=(4, 2))
 def a_dimension_without_a_technique_is_refused(trial: Trial) -> None:
     """A dimension of several ranks without a technique is a ValueError, before any technique was applied."""
@@ -238,7 +243,7 @@ def a_dimension_without_a_technique_is_refused(trial: Trial) -> None:
         for rank, result in enumerate(results):
             trial.require(
                 result["ended"].startswith("ValueError"),
-                f"without a technique for {dim} it ended so: {result['ended']}",
+                f"without a technique for {dim} it {told_end(result['ended'])}, where a ValueError belongs",
                 help="Along a dimension where nothing works, all ranks do the same work. Raise a ValueError.",
                 rank=rank,
                 cause="the three are looked for, and not what the mesh has: it has a fourth dimension here"

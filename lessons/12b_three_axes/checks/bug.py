@@ -1,5 +1,6 @@
 """Checks of `weighed_loss`: each target counts once, however many ranks look at it."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from grader.checks import Fault, Trial, check, exercise, is_close
 from grader.checks import told as told_events
 from lessons_shared.earlier import KEPT
+from lessons_shared.rounded import WENT_THROUGH
 
 from .meshes import APART, Sizes, meshes, meshes_on, parts, place, told, which_mesh
 
@@ -28,6 +30,8 @@ exercise(
 
 LONG = 683
 """Tokens: three such rows have 2049, which float16 and bfloat16 round to 2048."""
+HALF_DIGITS = 5e-3
+"""What a float16 loss and its weight may be off by."""
 FEW = 48
 """Numbers that may be sent: a few counts, also pickled. The losses of all tokens are 80."""
 
@@ -50,6 +54,12 @@ def probe(rank: Any, cases: list) -> list[dict]:
 def observe(trial: Trial) -> SimpleNamespace:
     """Every mesh, with as many rows at each place along "data"."""
     return observed(trial, [*meshes(trial), *parts(trial)])
+
+
+def probe_half(rank: Any, sizes: Sizes, loss: Tensor, targets: Tensor) -> Any:
+    """A loss that is given, weighed."""
+    weighed = rank.submission.weighed_loss(loss.requires_grad_(), targets, meshes_on(rank, [sizes])[0])
+    return weighed.detach().double() if isinstance(weighed, Tensor) else weighed
 
 
 def uneven(trial: Trial) -> SimpleNamespace:
@@ -294,10 +304,7 @@ def on_data_alone_it_is_weighed_by_targets(trial: Trial) -> None:
     require(trial, 1, "the gradient", alone=True)
 
 
-ROUNDED = {
-    "the counts are rounded to bfloat16, which has not every whole number above 256": torch.bfloat16,
-    "the counts are rounded to float16, which has not every whole number above 2048": torch.float16,
-}
+ROUNDED = {WENT_THROUGH[dtype]: dtype for dtype in (torch.bfloat16, torch.float16)}
 KEEP_COUNTS = "Count in whole numbers, or in float32 or wider: the sum of a mask is a whole number already."
 
 
@@ -416,3 +423,27 @@ def only_a_count_travels(trial: Trial) -> None:
                 help="Only how many targets count must be known elsewhere.",
                 rank=rank,
             )
+
+
+MEAN_COUNT = 2**15
+"""Of targets of a rank: those of two ranks are more than float16 holds, and no rank's are."""
+
+
+@check("weighed_loss", world_sizes=(2,), optional=True)
+def half_precision_holds_no_count(trial: Trial) -> None:
+    """A float16 loss is weighed as well where all targets together are more than float16 can hold."""
+    sizes, more = {"data": 2, "context": 1, "tensor": 1}, 32 * trial.integer(1, 300)
+    counts = [MEAN_COUNT + more, MEAN_COUNT - more]
+    losses = [torch.tensor(trial.integer(32, 64) / 32, dtype=torch.float16) for _ in counts]
+    targets = [trial.tokens(20, 1, count) for count in counts]
+    weighed = trial.run(probe_half, sizes, per_rank=list(zip(losses, targets, strict=True)))
+    values = [float(each) for each in weighed]
+    given, made = (" and ".join(f"{x:g}" for x in each) for each in (losses, values))
+    trial.require(
+        all(math.isfinite(value) and value for value in values),
+        f"float16 losses of {given} became {made}, where {counts[0]:,} and {counts[1]:,} targets count",
+        cause=f"{WENT_THROUGH[torch.float16]}; or a loss times such a number did",
+        help="Divide the counts first, in whole numbers or float32: the weight is a small number.",
+    )
+    mean = sum(loss.double() * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    trial.close(f"{LOSS}, in float16,", along_data(weighed, sizes), mean, help=SHARE, rtol=HALF_DIGITS)

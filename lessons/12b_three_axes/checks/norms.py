@@ -90,14 +90,19 @@ def every_part(whole: Tensor, cut: tuple[str, ...], sizes: Sizes) -> list[Tensor
 
 
 def norm_on(rank: Any, gradients: dict, cut_along: dict, mesh: Any) -> Any:
-    """On a rank: the norm; an error is told where it asks for what may be missing."""
+    """On a rank: the norm; an error is told where it asks for what may be missing, or nothing is there."""
     try:
         return rank.submission.gradient_norm(gradients, cut_along, mesh)
-    except KeyError as error:
-        if error.args and error.args[0] in cut_along.keys() - gradients.keys():
+    except Exception as error:
+        if isinstance(error, KeyError) and {*error.args} & (cut_along.keys() - gradients.keys()):
             error.add_note(
                 "this rank has no such gradient: an empty shard of ZeRO-3 may be missing, while `cut_along` "
                 "names every parameter"
+            )
+        elif not gradients:
+            error.add_note(
+                "this rank was given no gradient at all: empty shards of ZeRO-3 may be missing, and here all "
+                "are. torch.stack and sum make no tensor of an empty list: begin with torch.zeros(())"
             )
         raise
 
