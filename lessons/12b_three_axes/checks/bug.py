@@ -304,7 +304,11 @@ def on_data_alone_it_is_weighed_by_targets(trial: Trial) -> None:
     require(trial, 1, "the gradient", alone=True)
 
 
-ROUNDED = {WENT_THROUGH[dtype]: dtype for dtype in (torch.bfloat16, torch.float16)}
+ROUNDED = {
+    f"{WENT_THROUGH[dtype]}{told}": (dtype, bool(told))
+    for dtype in (torch.bfloat16, torch.float16)
+    for told in ("", "; so did their quotient")
+}
 KEEP_COUNTS = "Count in whole numbers, or in float32 or wider: the sum of a mask is a whole number already."
 
 
@@ -329,12 +333,14 @@ def ranks_may_have_different_numbers_of_rows(trial: Trial) -> None:
         ]
         return fewer[p] * n / sum(fewer)
 
-    def by_rounded(dtype: torch.dtype, counts: list[int], p: int, sizes: dict[str, int]) -> float:
+    def by_rounded(
+        dtype: torch.dtype, quotient: bool, counts: list[int], p: int, sizes: dict[str, int]
+    ) -> float:
         own = torch.tensor(counts).to(dtype)
-        return own[p].item() * n / own.sum().item()
+        return (own[p] * n / own.sum()).item() if quotient else own[p].item() * n / own.sum().item()
 
     slips = {
-        **{words: partial(by_rounded, dtype) for words, dtype in ROUNDED.items()},
+        **{words: partial(by_rounded, *way) for words, way in ROUNDED.items()},
         "it is weighed by the number of rows, or of all targets, those of -1 too": by_rows,
         "it is weighed by what fraction of its targets counts, and one rank has a row more: how many count "
         "is what matters": by_fraction,
