@@ -141,7 +141,8 @@ class DataParallel(nn.Module):
     travel in the module's dtype. The mean is plain, each rank counts as much as any other: where shares
     differ, weigh the loss (`share_loss`).
 
-    An extra that earns a star: in a module of two dtypes, each gradient travels in its own.
+    An extra that earns a star: in a module of two dtypes, each gradient travels in its own. Another: a
+    forward under `torch.no_grad()`, or in `no_sync()`, between backward and finish leaves the pass pending.
 
     Source: arXiv:2006.15704, section 3.2.
     """

@@ -8,9 +8,10 @@ from . import sharding  # noqa: F401
 from . import broadcast  # noqa: F401
 from . import gradients  # noqa: F401
 from . import share_loss  # noqa: F401
-from . import wrapper  # noqa: F401  the first of four files on DataParallel
+from . import wrapper  # noqa: F401  the first of five files on DataParallel
 from . import passes  # noqa: F401
 from . import no_sync  # noqa: F401
 from . import buckets  # noqa: F401
+from . import stays_pending  # noqa: F401
 from . import hidden_share  # noqa: F401
 from . import guarded_step  # noqa: F401

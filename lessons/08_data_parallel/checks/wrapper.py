@@ -293,36 +293,6 @@ def finish_does_nothing_when_nothing_is_pending(trial: Trial) -> None:
         )
 
 
-@check("DataParallel", subgroup=False)
-def a_pass_stays_pending(trial: Trial) -> None:
-    """A forward under torch.no_grad() or in no_sync(), before a pass is finished, leaves it pending."""
-    seen = trial.once(observe_step)
-
-    def is_mean(key: str, name: str) -> bool:
-        found = by_rank(seen.results, key, name)
-        return all(g is not None and is_close(g, seen.expected[name]) for g in found)
-
-    names = [
-        name for name in seen.expected if is_mean("gradients", name)
-    ]  # of the others another check tells
-    left = [by_rank(seen.results, "looked at", name) for name in names]
-    nothing_done = all(
-        g is None or is_close(g, own[name])
-        for name, found in zip(names, left, strict=True)
-        for g, own in zip(found, seen.own, strict=True)
-    )
-    for name in names:
-        trial.require(
-            is_mean("looked at", name),
-            f"the gradient of {name} is not the mean where two forwards stand between backward and finish_…, "
-            "one under torch.no_grad() and one inside no_sync(); without them it is",
-            cause="such a forward ends the pass that is pending, and finish_… then does nothing"
-            if nothing_done
-            else "",
-            help="A forward that makes nothing pending leaves alone what is: finish_… alone ends a pass.",
-        )
-
-
 def train(rank: Any, seed: int, steps: list[tuple[Tensor, Tensor]]) -> dict:
     """A few steps in float64, where the order of a sum does not show."""
     ends: dict = {"recordings": []}
