@@ -286,17 +286,56 @@ def activation_parts_add_up(trial: Trial) -> None:
             if beside
             else "The total is their sum.",
         )
+
+
+@check("activation_bytes")
+def activation_parts_have_what_they_keep(trial: Trial) -> None:
+    """Each part has at least what no other keeps: q, k and v; two inputs in the MLP; log-probabilities."""
+    answers = trial.once(measure)
+    require_whole_numbers(trial, answers, (*PARTS, "total"))
+    for call, given in zip(answers.calls, answers.given, strict=True):
         true = answers.truth(*call)["total"]
         for part, (least, what) in surely_kept(*call).items():
-            if parts[part] < least - NEAR * true:
+            if whole(given[part]) < least - NEAR * true:
                 trial.wrong(
-                    f"{answers.asked(call, part)} is {parts[part]:,}; this part alone keeps {what}: "
+                    f"{answers.asked(call, part)} is {whole(given[part]):,}; this part alone keeps {what}: "
                     f"{least:,} or more",
-                    cause=why_off(answers, call[0].dropout > 0),
+                    cause=why_off(answers, call[0].dropout > 0)
+                    or (TEXTBOOKS if is_textbooks(answers, part, call[0].dropout > 0) else ""),
                     help=f'Count {what} in "{part}", the part that keeps them: the total is right.'
-                    if total == true
+                    if whole(given["total"]) == true
                     else "",
                 )
+
+
+TEXTBOOKS = "numbers have 2 bytes and masks 1, as in the textbook's 34sbh: here all are fp32, of 4 bytes"
+
+
+def textbooks(c: GPTConfig, b: int, s: int) -> dict[str, list[int]]:
+    """Formulas for 16 bits, of a part or of the blocks as a whole: with the s by s matrices, and without.
+
+    None is a multiple of four bytes a number: that could be a count in fp32, with fewer tensors.
+    """
+    stream, scores = b * s * c.n_embd, c.n_layer * b * c.n_head * s * s
+    width, matrices = c.n_layer * stream, (0, 2 * scores, 5 * scores)
+    return {
+        "attention": [n * width + some for n in (6, 9, 10, 11) for some in matrices],
+        "mlp": [n * width for n in (17, 18, 19)],
+        "blocks": [34 * width + some + last for some in matrices for last in (0, 2 * stream)],
+    }
+
+
+def is_textbooks(answers: Answers, part: str, dropout: bool) -> bool:
+    """Whether one formula gives this part, or the blocks, in all calls with dropout, or in all without."""
+    fits: list[list[bool]] = []
+    for call, given in zip(answers.calls, answers.given, strict=True):
+        if (call[0].dropout > 0) == dropout:
+            blocks = sum(whole(given[of_block]) for of_block in ("attention", "mlp", "norm"))
+            formulas = textbooks(*call)
+            by_part = [number == whole(given[part]) for number in formulas.get(part, ())]
+            of_blocks = [number == blocks and part in formulas for number in formulas["blocks"]]
+            fits.append(by_part + of_blocks)
+    return any(map(all, zip(*fits, strict=True)))
 
 
 def keys_beside(answers: Answers) -> list[str]:
