@@ -87,12 +87,12 @@ def gradient_norm(
 ) -> Tensor:
     """The Euclidean norm of the whole gradient, of which the ranks of a mesh have parts and copies.
 
-    It is a scalar, the same on every rank. `gradients` are this rank's, by parameter; an empty shard of
-    ZeRO-3 may be missing. `cut_along` has for every parameter the dimensions of the mesh along which it is
-    cut. Ranks that differ there have different parts of its gradient. Ranks that differ elsewhere have
-    copies, which count once. Squares are added up, and their root is returned, in float32 or wider. The mesh
-    may have some of the world's ranks only. What travels is a few numbers, and no gradient. The gradients
-    stay as they are.
+    It is a tensor without dimensions, the same on every rank. `gradients` are this rank's, by parameter; an
+    empty shard of ZeRO-3 may be missing. `cut_along` has for every parameter the dimensions of the mesh
+    along which it is cut. Ranks that differ there have different parts of its gradient. Ranks that differ
+    elsewhere have copies, which count once. Squares are added up, and their root is returned, in float32 or
+    wider: no norm is rounded to the gradients' dtype on the way. The mesh may have some of the world's ranks
+    only. What travels is a few numbers, and no gradient. The gradients stay as they are.
     """
     # answer
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))

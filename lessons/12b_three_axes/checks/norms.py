@@ -117,7 +117,6 @@ def probe(rank: Any, cases: list) -> list[dict]:
         dist.barrier()  # who hangs hangs here, and not where others are at the next mesh
         same = all(torch.equal(before[name], gradient) for name, gradient in gradients.items())
         norm = norm.detach().double() if isinstance(norm, Tensor) and norm.numel() == 1 else norm
-        norm = torch.tensor(float(norm), dtype=torch.float64) if isinstance(norm, float) else norm
         found.append({"norm": norm, "unchanged": same, "recording": recording})
     return found
 
@@ -354,7 +353,10 @@ def norms_of(whole: list[dict[str, Tensor]]) -> list[Tensor]:
     return [root(sum(x.double().square().sum() for x in own.values())) for own in whole]
 
 
-A_SCALAR = "A tensor without dimensions, as torch.zeros(()) and sum() give: reshape(()) of one element, too."
+A_SCALAR = (
+    "A tensor without dimensions, as torch.zeros(()) and sum() give: reshape(()) of one element, too. item() "
+    "makes a number of Python's of it."
+)
 
 
 def require_norm(trial: Trial, kinds: tuple[str, ...], help: str) -> None:

@@ -1,5 +1,6 @@
 """Checks of `rows_of`: who gets which rows of the batch."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,17 @@ def a_replica_has_one_set_of_rows(trial: Trial) -> None:
             )
 
 
+def read_twice(shares: list[list[int]], b: int) -> str:
+    """Which rows of a batch were added to shares that are as long as each other; "" if that is not so."""
+    taken = sorted(row for share in shares for row in share)
+    twice = sorted((Counter(taken) - Counter(range(b))).elements())
+    if not twice or sorted([*range(b), *set(twice)]) != taken or len(set(map(len, shares))) > 1:
+        return ""
+    rows = f"row {twice[0]} is" if len(twice) == 1 else f"rows {', '.join(map(str, twice))} are"
+    as_torch = ", as DistributedSampler does" if twice == list(range(len(twice))) else ""
+    return f"{rows} read twice, to make the shares equal{as_torch}"
+
+
 @check("rows_of")
 def together_they_are_the_batch(trial: Trial) -> None:
     """The shares along "data" are disjoint, and together the batch; two of them differ by at most one row."""
@@ -199,6 +211,7 @@ def together_they_are_the_batch(trial: Trial) -> None:
                 f'the ranks along "data" from rank {rank} in a mesh of {told(sizes)} have rows {shares} '
                 f"of {seen.rows[i]}",
                 help='Cut over the ranks along "data", also where they do not divide b.',
+                cause=read_twice(shares, seen.rows[i]),
             )
             lengths = [len(share) for share in shares]
             trial.require(
