@@ -15,6 +15,7 @@ from grader.judging.aids import (
 )
 from grader.judging.closeness import is_close
 from grader.judging.explain import Fault
+from grader.judging.group_and_world import NOT_OF_TORCHS_GROUP
 from grader.judging.numbers import (
     Answer,
     Answers,
@@ -35,6 +36,7 @@ from grader.ranks.recording import COLLECTIVES, Event, Recording
 __all__ = [
     "BACKWARD",
     "COLLECTIVES",
+    "NOT_OF_TORCHS_GROUP",
     "Answer",
     "Answers",
     "CheckEnded",

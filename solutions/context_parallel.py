@@ -216,13 +216,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     Rank r holds the r-th s/n tokens of q, k and v, which need not be contiguous. Keys and values travel
     round the ring of ranks, from each to its neighbour, while the block that is there is computed; blocks
     of the future are passed on and not computed. In backward they travel again in the same way, and their
-    gradients behind them, home to the rank that they belong to. No rank ever holds all keys, nor any
-    tensor as long as the sequence, but for positions. Keys and values may be grouped: of a_kv heads, which
-    divide a, each serves a/a_kv heads of q that follow one another. What travels then is a_kv heads, and no
-    copies of them. In forward it has the dtype of the inputs. The output has the dtype of q, and in float64
-    float64's digits. Inputs and the gradient that comes in stay as they are. A model has many layers: each
-    call keeps what its own backward needs, while its output is there. Any of q, k and v may be frozen: the
-    others get their gradients.
+    gradients behind them, home to the rank that they belong to. One rank alone sends nothing. No rank ever
+    holds all keys, nor any tensor as long as the sequence, but for positions. Keys and values may be
+    grouped: of a_kv heads, which divide a, each serves a/a_kv heads of q that follow one another. What
+    travels then is a_kv heads, and no copies of them. In forward it has the dtype of the inputs. The output
+    has the dtype of q, and in float64 float64's digits. Inputs and the gradient that comes in stay as they
+    are. A model has many layers: each call keeps what its own backward needs, while its output is there. Any
+    of q, k and v may be frozen: the others get their gradients.
 
     Source: arXiv:2310.01889.
     """
@@ -474,9 +474,9 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, group
     heads of q that follow one another. Returns (b, a, s/n, d) in the dtype of q. Scores of a hundred overflow
     nothing.
 
-    In forward, keys and values reach every rank once, with a_kv heads. In backward, a reduce-scatter of
-    their gradients leaves each rank the sum for its own tokens. Queries stay where they are. Inputs and the
-    gradient that comes in are not written to.
+    In forward, keys and values reach every rank once, with a_kv heads. In backward, each rank gets the sum
+    of their gradients for its own tokens, and no more is sent for it than a reduce-scatter sends. Queries
+    stay where they are. Inputs and the gradient that comes in are not written to.
 
     Source: arXiv:2407.21783, section 3.3.2, "Context parallelism for long sequences".
     """

@@ -201,8 +201,8 @@ def _to_itself(num_ranks: int) -> tuple[str, str]:
     if num_ranks == 1:
         return (
             "a message is sent where there is one rank alone: it goes to the rank itself",
-            "What a ring does n - 1 times, one rank does not do at all. Are there n hops, where n - 1 bring "
-            "every block round?",
+            "One rank alone sends nothing: what a ring does n - 1 times it does not do at all, and what a "
+            "hop brings home, such as a gradient, is there already.",
         )
     return (
         "a rank sends a message to itself, or waits for one from itself",

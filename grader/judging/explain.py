@@ -8,7 +8,7 @@ the cause.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -40,6 +40,8 @@ class Fault:
     """The next step for somebody who has this fault."""
     on_some_ranks: bool = False
     """A rank may have it while another is right, or has another such fault: it is told with the ranks."""
+    of_no_message: bool = False
+    """No buffer that was used too early gives these numbers: they alone are told, whatever was seen."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Difference:
     """Whether the cause is a fault that the check knows, and not a pattern of the numbers alone."""
     sure: bool = True
     """Whether more ranks would tell nothing more: of two, the other one is the next and the last as well."""
+    of_no_message: bool = False
+    """Whether the cause is a fault that no message has a part in."""
 
 
 Alternatives = Mapping[str, ByRank | Fault]
@@ -121,7 +125,9 @@ def compare(
     if not cause:
         numbers += _share(tensors[rank], expected[rank]) + tell_agreement(pairs, wrong)
     message = f"{_predicated(what, 'is wrong')}{tell_ranks(wrong, num_ranks)}: {numbers}"
-    return Difference(message, cause, rank, step, tuple(wrong), known, sure)
+    fault = alternatives.get(cause)
+    of_no_message = isinstance(fault, Fault) and fault.of_no_message
+    return Difference(message, cause, rank, step, tuple(wrong), known, sure, of_no_message)
 
 
 PLURAL = re.compile(r"(the|this rank's) (logits|losses)\b")
@@ -247,7 +253,7 @@ def _is_fault(actual: Tensor, value: Tensor, expected: Tensor, rtol: float | Non
 def _fault(value: ByRank | Fault, num_ranks: int) -> Fault:
     fault = value if isinstance(value, Fault) else Fault(value)
     values = [fault.values] * num_ranks if isinstance(fault.values, Tensor) else list(fault.values)
-    return Fault(values, fault.step, fault.on_some_ranks)
+    return replace(fault, values=values)
 
 
 def _tells(cause: str, values: Sequence[Tensor]) -> bool:

@@ -404,7 +404,7 @@ class Trial:
         difference = compare(what, actuals, expecteds, alternatives, rtol, factors, terms, plains, coarse)
         if difference is not None:
             cause, step, sure = difference.cause, difference.step, difference.sure
-            if difference.wrong:
+            if difference.wrong and not difference.of_no_message:
                 by_rank = len(expecteds) == self.num_ranks  # one tensor alone may be of any rank
                 wrong = difference.wrong if by_rank else range(self.num_ranks)
                 seen, then = self._evidence.cause(wrong, len(expecteds), self._locate)

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from grader.checks import Fault
 
 from .shared import attention, causal
 
@@ -179,19 +182,45 @@ def from_the_next_block(seen: SimpleNamespace, delta: Tensor) -> list[Tensor]:
     return gradients_from(taken, (scores - lse.unsqueeze(-1)).exp(), delta)
 
 
+def blocks_seen(seen: SimpleNamespace) -> list[list[int]]:
+    """By rank: whose blocks its queries see, in the order in which they come by."""
+    n, mask = len(seen.where), causal(seen.length)
+    return [
+        [(r - step) % n for step in range(n) if mask[own][:, seen.where[(r - step) % n]].any()]
+        for r, own in enumerate(seen.where)
+    ]
+
+
 def last_terms(seen: SimpleNamespace) -> list[Tensor]:
     """Each rank's gradient of q, if it holds only what the block adds that was computed last."""
     q, k = (x.detach() for x in seen.inputs[:2])
-    n, mask = len(seen.where), causal(seen.length)
+    mask = causal(seen.length)
     weights = (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf).softmax(-1)
     delta = (seen.d_out * seen.out.detach()).sum(-1, keepdim=True)
     found = []
-    for r, own in enumerate(seen.where):
-        visible = [(r - step) % n for step in range(n) if mask[own][:, seen.where[(r - step) % n]].any()]
+    for own, visible in zip(seen.where, blocks_seen(seen), strict=True):
         last = torch.zeros(seen.length, dtype=torch.bool)
         last[seen.where[visible[-1]]] = True
         found.append(gradients_from(seen, weights * last, delta)[0][:, :, own])
     return found
+
+
+def of_the_last_block(seen: SimpleNamespace) -> dict[str, Any]:
+    """Cause → each rank's gradient of q, where the last block's term has taken the place of the others."""
+    last = last_terms(seen)
+    visible = [len(blocks) for blocks in blocks_seen(seen)]
+    shared = (
+        "the gradient of q is twice its last block's term: the sum lies in the tensor that the next block is "
+        "written into. .to(dtype) copies nothing where the dtype is the same already"
+    )
+    return {
+        "only what the block adds that is computed last: = in the place of +=?": last,
+        shared: Fault(
+            [min(count, 2) * term for count, term in zip(visible, last, strict=True)],
+            "Add up in a tensor of its own: begin with torch.zeros_like(q), or with .to(dtype, copy=True).",
+            of_no_message=True,
+        ),
+    }
 
 
 def wrong_journeys(seen: SimpleNamespace, i: int) -> dict[str, list[Tensor]]:

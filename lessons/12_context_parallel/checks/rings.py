@@ -12,7 +12,7 @@ from torch import Tensor
 from grader.checks import CheckEnded, Trial, settle
 
 from . import left_to_autograd
-from .ring_slips import by_parts, last_terms, wrong_formulas, wrong_journeys, wrong_outputs
+from .ring_slips import by_parts, of_the_last_block, wrong_formulas, wrong_journeys, wrong_outputs
 from .shared import (
     BACKWARD,
     Watch,
@@ -177,11 +177,10 @@ def require_gradients(trial: Trial, seen: SimpleNamespace) -> None:
         )
     formulas = cache(partial(wrong_formulas, seen))
 
-    def slips_of(i: int) -> dict[str, list[Tensor]]:
+    def slips_of(i: int) -> dict[str, Any]:
         slips = {cause: by_parts(seen, value[i]) for cause, value in formulas().items()}
         if n > 1 and i == 0:
-            told = "only what the block adds that is computed last: = in the place of +=?"
-            return slips | {told: last_terms(seen)}
+            return slips | of_the_last_block(seen)
         return slips | wrong_journeys(seen, i) if n > 1 else slips
 
     def others(i: int) -> dict[str, Any]:

@@ -204,11 +204,11 @@ def changed_everywhere(results: list[dict]) -> str:
     return ", ".join(name for name in "qkv" if all(name in result["changed"] for result in results))
 
 
-def with_changed(results: list[dict], found: list, others: dict[str, list[Tensor]]) -> dict[str, Any]:
+def with_changed(results: list[dict], found: list, others: dict[str, Any]) -> dict[str, Any]:
     """Causes of wrong gradients; where none fits, that inputs were changed in place."""
     names = changed_everywhere(results)
-    fits = all(isinstance(x, Tensor) for x in found) and any(
-        all(map(is_close, found, other)) for other in others.values()
+    fits = all(isinstance(each, Tensor) for each in found) and any(
+        all(map(is_close, found, x.values if isinstance(x, Fault) else x)) for x in others.values()
     )
     if fits or not names:
         return others
@@ -283,6 +283,12 @@ def hops_at_most(
     )
 
 
+THROUGH_OWN_TERM = (
+    "Let the loss's gradient pass as it is: the value is the sum of all, and backward goes on through this "
+    "rank's term."
+)
+
+
 def summed_back(results: list[dict], times_n: Tensor | list[Tensor]) -> dict[str, Fault]:
     """By cause: gradients n times too large, if each rank's backward has an all-reduce of a few numbers."""
     by_rank = [r["recording"].select("all_reduce", BACKWARD) for r in results]
@@ -292,5 +298,4 @@ def summed_back(results: list[dict], times_n: Tensor | list[Tensor]) -> dict[str
         "n times too large: backward has an all-reduce of the loss's own gradient, as the backward of a "
         "differentiable all_reduce does. The loss is one, and each rank's gradient of it whole already"
     )
-    step = "Let it pass as it is: the value is the sum of all, and backward goes on through this rank's term."
-    return {cause: Fault(times_n, step)}
+    return {cause: Fault(times_n, THROUGH_OWN_TERM)}

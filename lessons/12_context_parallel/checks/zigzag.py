@@ -1,5 +1,6 @@
 """Checks of `zigzag_split`, `zigzag_merge` and `zigzag_ring_attention`."""
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,10 @@ def along(call: Callable, x: Tensor, group, dim: int) -> Any:
         if dim < 0:
             error.add_note(
                 f"dim was {dim}, which counts from the end: those from 0 on came before, and went through"
+            )
+        elif re.search("shape|[Ss]izes? of|Dimension out of range", str(error)):
+            error.add_note(
+                f"x had shape {tuple(x.shape)} here, and dim was {dim}: is a size that of another dimension?"
             )
         raise
 
