@@ -109,11 +109,13 @@ def multiplies_a_dtensor(rank):
     weight = DTensor.from_local(torch.ones(3, 8), mesh, [Shard(0)], run_check=False)
     with rank.record() as recording:
         torch.nn.functional.linear(x, weight)
-    return {"recording": recording}
+    return {"recording": recording, "held": storage_bytes([weight])}
 
 
 def test_what_dtensor_computes_for_shapes_alone_is_no_work() -> None:
-    recording = on_ranks(multiplies_a_dtensor).ranks[0].result["recording"]
+    result = on_ranks(multiplies_a_dtensor).ranks[0].result
+    recording = result["recording"]
+    assert result["held"] == 3 * 8 * 4
     assert recording.flops() == 2 * 4 * 8 * 3
     assert recording.largest_elements <= 4 * 8
 

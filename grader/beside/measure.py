@@ -2,9 +2,11 @@
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +61,23 @@ def ask(question: Callable[[Tensor], T], tensor: Tensor) -> T:
         return question(tensor)
 
 
+@cache
+def _wraps(kind: type) -> bool:
+    """Whether it is torch.distributed's own, and has no memory but its parts', as DTensor."""
+    home = sys.modules.get(kind.__module__)
+    is_torchs = (
+        kind.__module__.startswith("torch.distributed.") and getattr(home, kind.__name__, None) is kind
+    )
+    return is_torchs and hasattr(kind, "__tensor_flatten__")
+
+
+def own_storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Where a tensor's numbers lie; of a DTensor those of its part on this rank."""
+    while _wraps(type(tensor)):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return ask(Tensor.untyped_storage, tensor)
+
+
 def graph_of(output: Tensor) -> set[Node]:
     """The nodes of the graph that a backward from here may call."""
     waiting, found = [output.grad_fn], set()
@@ -74,7 +93,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors: a view counts as the whole that it keeps alive."""
     sizes = {}
     for tensor in tensors:
-        storage = ask(Tensor.untyped_storage, tensor)
+        storage = own_storage(tensor)
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
@@ -132,11 +151,11 @@ def kept_for_backward(model: nn.Module, *inputs: Tensor) -> list[tuple[str, int]
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
         handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
     weights = (*model.parameters(), *model.buffers())
-    own = {ask(Tensor.untyped_storage, tensor).data_ptr() for tensor in weights}
+    own = {own_storage(tensor).data_ptr() for tensor in weights}
     kept: dict[int, tuple[str, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = ask(Tensor.untyped_storage, tensor)
+        storage = own_storage(tensor)
         if storage.data_ptr() not in own:
             kept.setdefault(storage.data_ptr(), (running[-1], storage.nbytes()))
         return tensor

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grader.beside.flights import WAITING, Flights
 from grader.beside.flops import flops_of
-from grader.beside.measure import ask, tensors_in
+from grader.beside.measure import ask, own_storage, tensors_in
 from grader.beside.unseen import most_calls, world_ranks
 from grader.ranks.recording import Event, Recording, Totals
 
@@ -423,10 +423,10 @@ class Window:
 
     def watch_saved(self, ignore: Iterable[Tensor]) -> AbstractContextManager:
         """Count the distinct storages that autograd keeps for backward, without those of `ignore`."""
-        ignored = {ask(Tensor.untyped_storage, tensor).data_ptr() for tensor in ignore}
+        ignored = {own_storage(tensor).data_ptr() for tensor in ignore}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = ask(Tensor.untyped_storage, tensor)
+            storage = own_storage(tensor)
             if storage.data_ptr() not in ignored:
                 self._saved[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()

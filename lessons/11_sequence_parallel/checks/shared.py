@@ -23,11 +23,14 @@ from grader.checks import (
     tensors_in,
 )
 from lessons_shared.cut_gpt import local
+from lessons_shared.results import memory_of
 from lessons_shared.wire import sends_at_most, where, wire_bytes
 
 SIZES = (2, 1, 4, 3)
 FEWER = (2, 1, 3)
 """For what takes long, and of which four ranks would show nothing that three do not."""
+SEVERAL = tuple(n for n in SIZES if n > 1)
+"""For what a rank keeps: where there is one, everything is whole, and nothing says how much that may be."""
 WAITS = 8
 
 
@@ -75,12 +78,12 @@ class Dropped(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._opname
         if name == "native_dropout":
-            self.sizes.append(args[0].numel())
+            self.sizes.append(local(args[0]).numel())
         elif name in ("bernoulli", "bernoulli_"):
-            self._masks[result.untyped_storage().data_ptr()] = result
+            self._masks[memory_of(local(result))] = result
         elif name in ("mul", "mul_"):
-            masks = [x for x in tensors_in(args) if x.untyped_storage().data_ptr() in self._masks]
-            self.sizes += [result.numel() for _ in masks[:1]]
+            masks = [x for x in tensors_in(args) if memory_of(local(x)) in self._masks]
+            self.sizes += [local(result).numel() for _ in masks[:1]]
         return result
 
 
