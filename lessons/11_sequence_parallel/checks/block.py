@@ -32,6 +32,7 @@ from .gradients import attention_gradients_are_right, block_gradients_are_right
 from .masks import drop_as_seen, marked, masks_differ, watch
 from .shared import (
     FEWER,
+    SEVERAL,
     SIZES,
     Dropped,
     Norms,
@@ -334,7 +335,7 @@ def block_norms_see_this_ranks_tokens(trial: Trial) -> None:
             norms_are_cut(trial, rank, sizes, seen.x.numel() // trial.num_ranks)
 
 
-@check("sequence_parallel_block")
+@check("sequence_parallel_block", world_sizes=SEVERAL)
 def block_keeps_what_the_formula_says(trial: Trial) -> None:
     """Between forward and backward no more is alive than 2 + 14/n times (b, s, h), with 1/n to spare."""
     for seen in trial.once(observe_block).plain:
