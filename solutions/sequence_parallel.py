@@ -160,9 +160,10 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Proce
     """`F.linear(gather_sequence(x, group), weight, bias)`, which keeps this rank's tokens only for backward.
 
     x (b, s/n, in) to (b, s, out/n), with this rank's rows of a column-parallel layer: weight (out/n, in),
-    bias (out/n) or None. The gathered x is not kept: backward gathers it again for the gradient of the
-    weight. So one all-gather forward; one all-gather and one reduce-scatter backward. Neither the inputs nor
-    the gradient that comes in are changed. Any memory layout, which may differ between ranks.
+    bias (out/n) or None. The gathered x is not kept, nor is a buffer for it that stays from call to call:
+    backward gathers it again for the gradient of the weight. So one all-gather forward; one all-gather and
+    one reduce-scatter backward. Neither the inputs nor the gradient that comes in are changed. Any memory
+    layout, which may differ between ranks.
     """
     # answer
     return _GatheredLinear.apply(x, weight, bias, group)

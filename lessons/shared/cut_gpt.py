@@ -118,8 +118,14 @@ def describe(module: nn.Module) -> dict:
     return {
         "weights": {name: local(p.detach()) for name, p in named.items()},
         "gradients": gradients_of(module),
+        "partial": [name for name, p in named.items() if is_partial(p.grad)],
         "held": {name: storage_bytes([local(p.detach())]) for name, p in named.items()},
     }
+
+
+def is_partial(tensor: Tensor | None) -> bool:
+    """On a rank: whether a tensor is a DTensor of which each rank has a summand."""
+    return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:

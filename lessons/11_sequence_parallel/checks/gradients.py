@@ -24,6 +24,13 @@ AN_NTH_OF_A_BIAS = (
     "an n-th of it: the mean over the ranks where their sum belongs, or a bias that was divided by n before "
     "it was added"
 )
+OWN_TOKENS_ALONE = "only what this rank's own tokens gave: nothing was summed"
+PARTIAL = (
+    "its .grad is a DTensor whose placement is still Partial(): each rank has what its own tokens gave, and "
+    "the sum is yet to be made",
+    "g.redistribute(placements=[Replicate()]) makes it, in a hook of the parameter.",
+)
+"""Cause and next step."""
 
 
 def block_gradients_are_right(
@@ -80,8 +87,10 @@ def slips_of(
     found |= after_zero_grad(expected, n, which)
     own = getattr(seen, "own_tokens", dict)().get(name)
     if own is not None:
+        is_partial = all(name in result.get("partial", ()) for result in seen.results)
+        nothing_summed = Fault([passes * g for g in own], PARTIAL[1] if is_partial else "")
         found |= {
-            "only what this rank's own tokens gave: nothing was summed": [passes * g for g in own],
+            PARTIAL[0] if is_partial else OWN_TOKENS_ALONE: nothing_summed,
             AN_NTH_OF_A_BIAS
             if name.endswith("bias") and "ln" not in name
             else "the mean over the ranks, where the sum belongs: each rank saw other tokens": [
