@@ -157,7 +157,7 @@ class ColumnParallelLinear(nn.Module):
     `weight` (out/n, in), `bias` (out/n) or None. Built directly, the ranks' weights are the slices of one
     dense layer that starts as GPT-2's do: random, with a standard deviation of 0.02, by torch's global seed.
     No two ranks have the same slice, even when they are seeded alike, and ranks seeded alike still draw
-    alike afterwards. The bias is zero.
+    alike afterwards. The bias is zero. Built directly, too, a rank keeps no more than its slice alive.
 
     Each rank computes 1/n of the product. The forward sends nothing (to gather the output, one all-gather),
     the backward one all-reduce of x's size.
@@ -220,7 +220,8 @@ class RowParallelLinear(nn.Module):
     `weight` (out, in/n); `bias` (out) is the same on every rank, and is added once, after the sum. Built
     directly, the ranks' weights are the slices of one dense layer that starts as GPT-2's do: random, with a
     standard deviation of 0.02, by torch's global seed. No two ranks have the same slice, even when they are
-    seeded alike, and ranks seeded alike still draw alike afterwards. The bias is zero.
+    seeded alike, and ranks seeded alike still draw alike afterwards. The bias is zero. Built directly, too, a
+    rank keeps no more than its slice alive.
 
     Each rank computes 1/n of the product. The forward sends one all-reduce of the output's size, the
     backward nothing (for a whole x, one all-gather).
@@ -400,7 +401,8 @@ class VocabParallelEmbedding(nn.Module):
     `weight` (rows, h), rows at most ceil(v/n): where v is not divisible by n, rows of zeros fill up, or some
     ranks have fewer. Built directly, the ranks' rows are one table that starts as GPT-2's does: random, with
     a standard deviation of 0.02, by torch's global seed. No two ranks have the same rows, even when they are
-    seeded alike, and ranks seeded alike still draw alike afterwards.
+    seeded alike, and ranks seeded alike still draw alike afterwards. Built directly, too, a rank keeps no
+    more than its rows alive.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, group: ProcessGroup) -> None:
@@ -511,9 +513,10 @@ def tensor_parallelize(model: GPT, group: ProcessGroup) -> GPT:
     alike, if it samples). Those are there to sample from: no gradient need flow through them. After
     `loss.backward()` every gradient is complete, and the same on every rank
     where the parameter is replicated. Every matrix of attention and MLP and the token table are cut.
-    Parameter names stay GPT's; `lm_head` and `wte` stay tied. Two all-reduces of (b, s, h) a block each
-    way, one more for the vocabulary, and no logits. A dropout after a sum drops the same elements on every
-    rank, however the ranks are seeded.
+    The vocabulary need not be divisible by n, and may leave a rank no rows. Parameter names stay GPT's;
+    `lm_head` and `wte` stay tied. Two all-reduces of (b, s, h) a block each way, one more for the
+    vocabulary, and no logits. A dropout after a sum drops the same elements on every rank, however the
+    ranks are seeded.
 
     Raises:
         ValueError: n_head is not divisible by the number of ranks; nothing was changed.

@@ -60,7 +60,13 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "tensor in place, too.",
     ),
     (
-        r"leaf Variable that requires grad (is being|has been)|view of a leaf Variable",
+        r"leaf Variable that requires grad has been used in an in-place",
+        "an autograd.Function's forward changes one of its inputs in place, and says so by ctx.mark_dirty: "
+        "the input is the caller's own tensor",
+        "Work on a clone of it, without mark_dirty.",
+    ),
+    (
+        r"leaf Variable that requires grad is being|view of a leaf Variable",
         "a parameter, or another tensor that asks for a gradient, is changed in place where autograd watches",
         "Change it under torch.no_grad(), or change its .detach().",
     ),

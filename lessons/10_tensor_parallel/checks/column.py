@@ -67,7 +67,7 @@ def weight_is_this_ranks_rows(trial: Trial) -> None:
 
 @check("ColumnParallelLinear")
 def column_shards_stand_alone(trial: Trial) -> None:
-    """`from_linear` copies: no views that keep the whole weight alive, and no bias where there was none."""
+    """No slice is a view that keeps the whole weight alive; `from_linear` makes no bias where none was."""
     copies(trial, "ColumnParallelLinear")
 
 

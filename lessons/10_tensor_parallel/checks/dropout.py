@@ -64,6 +64,7 @@ def dropout_probe(rank, seed: int, probability: float, shape: tuple) -> dict:
         "recording": recording,
         "seeded alike": seeds[0] == seeds[1],
         "stood still": stood_still,
+        "one generator": isinstance(first.generator, torch.Generator) and first.generator is second.generator,
         "seeded with initial_seed": seeds == 2 * [torch.initial_seed()],
         "streams": [one_of_many(rank) for _ in range(MANY)],
         "asleep": first.eval()(ones),
@@ -150,8 +151,11 @@ def mask_is_the_same_on_every_rank(trial: Trial) -> None:
 
 
 def why_alike(result: dict) -> str:
-    if result["seeded with initial_seed"]:
-        return "torch.initial_seed() is what the stream began with, whatever was drawn since: it is no draw"
+    if result["seeded with initial_seed"] and result["stood still"]:
+        return (
+            "nothing was drawn from torch's global stream between the two: a state that is only read, or "
+            "torch.initial_seed(), is the same the second time"
+        )
     if result["seeded alike"] and result["stood still"] and result["seeded by the stream"]:
         return (
             "the global stream stands after the call where it stood before, as fork_rng() and a state that "
@@ -162,12 +166,17 @@ def why_alike(result: dict) -> str:
 
 @check("share_dropout")
 def mask_is_random(trial: Trial) -> None:
-    """The mask changes from call to call, and from one dropout to the next."""
+    """The mask changes from call to call, and from one dropout to the next: each has its own generator."""
     first, later, other, *_ = trial.once(observe_dropout).results[0]["masks"]
     trial.require(
         not torch.equal(first, later),
         "two calls of one dropout dropped the same elements",
         help="Seed a generator once, when the dropout is shared: seeded at each call it begins anew.",
+    )
+    trial.require(
+        not trial.once(observe_dropout).results[0]["one generator"],
+        "two dropouts have the same generator object: what one draws, the other does not draw any more",
+        help="Each needs one of its own: make a new torch.Generator(device) for each dropout.",
     )
     masks = [tuple(mask.tolist()) for mask in trial.once(observe_dropout).results[0]["streams"]]
     streams = set(masks)

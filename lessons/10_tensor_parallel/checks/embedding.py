@@ -185,7 +185,7 @@ def rows_are_cut_by_rank(trial: Trial) -> None:
             if all(torch.equal(own, held[0]) for own in held)
             else "",
         )
-        stand_alone(trial, seen.results)
+        stand_alone(trial, seen.results, "built directly, " * (name == BUILT))
 
 
 def table_dtype_probe(rank, size: int) -> dict:

@@ -17,12 +17,10 @@ from grader.checks import (
     storage_bytes,
 )
 from lessons_shared.alone import NO_BIAS, tell_cases
-from lessons_shared.cut_gpt import (
-    own_part,
-)
+from lessons_shared.cut_gpt import local, own_part
 from lessons_shared.evaluation import evaluates_alike, in_evaluation
 from lessons_shared.refusals import refusal_of
-from lessons_shared.results import overwritten, results_stay
+from lessons_shared.results import memory_of, overwritten, results_stay
 
 
 def linear_probe(rank, kind: str, cases: list[dict]) -> list[dict]:
@@ -48,8 +46,8 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         recording.mark(BACKWARD)
         backward(y, case["upstream"])
     dense_changed = not torch.equal(linear.weight, case["weight"])
-    dense = {p.untyped_storage().data_ptr() for p in linear.parameters()}
-    shared = [name for name, p in layer.named_parameters() if p.untyped_storage().data_ptr() in dense]
+    dense = {memory_of(p) for p in linear.parameters()}
+    shared = [name for name, p in layer.named_parameters() if memory_of(local(p.detach())) in dense]
     backward(layer(x.detach()), case["upstream"])  # a second pass adds to what is there
     twice = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
     return {
@@ -232,9 +230,10 @@ def linear_refusal_probe(rank, kind: str, sizes: tuple) -> dict:
 
 
 def copies(trial: Trial, kind: str) -> None:
-    """What `from_linear` makes stands alone, and has a bias only if the dense layer has one."""
+    """What a layer has stands alone; what `from_linear` makes has a bias only if the dense layer has one."""
     for name, seen in trial.once(LINEAR[kind]).items():
         if name.startswith("built directly"):
+            stand_alone(trial, seen.results, "built directly, ")
             continue
         expected = {"weight"} if seen.bias is None else {"weight", "bias"}
         stand_alone(trial, seen.results)

@@ -7,7 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grader.checks import BACKWARD, Fault, Trial, check, each_rank, exercise, is_close, parts, told
+from grader.checks import (
+    BACKWARD,
+    CheckEnded,
+    Fault,
+    Trial,
+    check,
+    each_rank,
+    exercise,
+    is_close,
+    parts,
+    told,
+)
+from lessons_shared.alone import tell_cases
 from lessons_shared.cut_gpt import (
     cut_dim,
     dense_model,
@@ -37,6 +49,7 @@ from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, where, wire_bytes
 from nanogpt.model import GPT, GPTConfig
 
+from .embedding import STEPS, kinds_of
 from .shared import PADDING, SIZES
 
 exercise(
@@ -68,7 +81,13 @@ def observe_model(trial: Trial) -> list[SimpleNamespace]:
         seen.append(
             model_case(trial, "5 words on 4 ranks, so that the last two pad", few, trial.integer(5, 9))
         )
-    results = trial.run(model_probe, [(case.config, case.weights, case.idx, case.targets) for case in seen])
+    cases = [(case.config, case.weights, case.idx, case.targets) for case in seen]
+    try:
+        results = trial.run(model_probe, cases)
+    except CheckEnded as end:
+        kinds = [kinds_of(case.name, case.config["vocab_size"], trial.num_ranks) for case in seen]
+        tell_cases(end, lambda i: trial.run(model_probe, [cases[i]]), kinds, STEPS)
+        raise
     for number, case in enumerate(seen):
         case.results = [result[number] for result in results]
     return seen
