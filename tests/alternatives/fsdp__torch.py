@@ -44,6 +44,20 @@ def fully_shard_gpt(model, mesh):
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
+def clipped_step(module, optimizer, inputs, targets, max_norm, group):
+    """PyTorch's norm of nothing is float32: it is brought to the dtype of the first parameter."""
+    optimizer.zero_grad()
+    module(inputs, targets)[1].backward()
+    shards = list(module.parameters())
+    own = nn.utils.get_total_norm([p.grad for p in shards if p.grad is not None])
+    total = own.to(shards[0].dtype).square()
+    dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
+    optimizer.step()
+    return norm
+
+
 class FullySharded(nn.Module):
     def __init__(self, module, group, *, param_dtype=None, reduce_dtype=None, prefetch=False):
         super().__init__()

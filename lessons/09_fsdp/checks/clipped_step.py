@@ -51,7 +51,7 @@ def step_on_ranks(rank: Any, whole: Tensor, between: float, steps: Steps) -> dic
             "recording": recording,
         }
     return result | {
-        "partly held": norm_of_a_step(rank, whole, steps[0], partly=True),
+        "partly held": norm_of_a_step(rank, whole, steps, partly=True),
         "unclipped": unclipped(rank, whole, *steps[0]),
     }
 
@@ -67,11 +67,11 @@ def unclipped(rank: Any, whole: Tensor, inputs: Tensor, targets: Tensor) -> list
     return shards
 
 
-def norm_of_a_step(rank: Any, whole: Tensor, step: tuple[Tensor, Tensor], partly: bool = False) -> Tensor:
-    """What a step returns, as float32; with `partly`, the optimizer holds one of the two parameters."""
+def norm_of_a_step(rank: Any, whole: Tensor, steps: Steps, partly: bool = False) -> Tensor:
+    """What the first step returns, in float32; `partly`: the optimizer holds one of the two parameters."""
     module = ShardedLine(whole, rank.group).to(rank.device)
     optimizer = SGD([module.parts[0]] if partly else module.parameters(), lr=0.1)
-    norm = rank.submission.clipped_step(module, optimizer, *step, MAX_NORMS[0], rank.group)
+    norm = rank.submission.clipped_step(module, optimizer, *steps[0], MAX_NORMS[0], rank.group)
     return torch.as_tensor(norm).detach().to(torch.float32).reshape(())
 
 
@@ -205,14 +205,19 @@ def observe(trial: Trial) -> SimpleNamespace:
         results = trial.run(step_on_ranks, whole, between, per_rank=[(steps,) for steps in by_rank])
     except CheckEnded as end:
         empty = empty_shards(trial)
-        told = {
-            Verdict.HUNG: "makes other calls than its peers",
-            Verdict.CRASHED: "raises where it computes with none",
-        }
-        if end.verdict in told and empty and returns_where_no_shard_is_empty(trial):
+        if (
+            end.verdict in (Verdict.HUNG, Verdict.CRASHED)
+            and empty
+            and returns_where_no_shard_is_empty(trial, step_on_ranks, whole, between, by_rank=by_rank)
+        ):
+            told = ""
+            if end.verdict == Verdict.HUNG:
+                told = ", and makes other calls than its peers"
+            elif end.message.startswith(f"rank {empty[0]} raised"):
+                told = ", and raises where it computes with none"
             end.cause = (
-                f"rank {empty[0]} has no gradient, as its shard is empty, and {told[end.verdict]}. Where "
-                "every rank has one, all steps return"
+                f"rank {empty[0]} has no gradient, as its shard is empty{told}. Where every rank has one, "
+                "all steps return"
             )
             end.help = "Who has no gradient takes part in every collective, with a sum of squares of 0."
         raise
@@ -239,12 +244,17 @@ def empty_shards(trial: Trial) -> list[int]:
     return [r for r in range(trial.num_ranks) if r * -(-SIZE // trial.num_ranks) >= SIZE]
 
 
-def returns_where_no_shard_is_empty(trial: Trial, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether steps return on as many ranks whose shards have three numbers each."""
-    size = 3 * trial.num_ranks
-    steps = [(torch.ones(4, size, dtype=dtype), torch.zeros(4, dtype=dtype))] * NUM_STEPS
+def returns_where_no_shard_is_empty(
+    trial: Trial, probe: Callable, whole: Tensor, *args: Any, by_rank: list[Steps]
+) -> bool:
+    """Whether the same returns where shards have three numbers each: the first ones stand at the end, too."""
+
+    def longer(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[..., : 3 * trial.num_ranks - SIZE]], dim=-1)
+
+    per_rank = [([(longer(inputs), targets) for inputs, targets in steps],) for steps in by_rank]
     try:
-        trial.run(step_on_ranks, torch.ones(size, dtype=dtype), 1.0, steps)
+        trial.run(probe, longer(whole), *args, per_rank=per_rank)
     except CheckEnded:
         return False
     return True
@@ -300,9 +310,9 @@ def require_norm_in_double(trial: Trial) -> None:
         for _ in range(trial.num_ranks)
     ]
     try:
-        norms = trial.run(norm_of_a_step, whole, per_rank=by_rank)
+        norms = trial.run(norm_of_a_step, whole, per_rank=[(steps,) for steps in by_rank])
     except CheckEnded as end:
-        if returns_where_no_shard_is_empty(trial, torch.float64):
+        if returns_where_no_shard_is_empty(trial, norm_of_a_step, whole, by_rank=by_rank):
             end.cause = (
                 f"the model is in float64, and rank {empty_shards(trial)[0]} has no gradient, as its shard "
                 "is empty. In float32 all of it returns, and in float64 where every rank has a gradient"

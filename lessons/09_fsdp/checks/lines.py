@@ -41,7 +41,7 @@ class ShardedLine(nn.Module):
         per_rank = -(-self.size // group.size())
         shard = whole[group.rank() * per_rank :][:per_rank]
         self.parts = nn.ParameterList(nn.Parameter(p.clone(), p.numel() > 0) for p in shard.chunk(2))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.frozen = nn.Parameter(whole.new_ones(3), requires_grad=False)
         self.bystander = torch.zeros((), requires_grad=True)  # so that every rank's backward has a graph
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
