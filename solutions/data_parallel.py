@@ -134,12 +134,12 @@ class DataParallel(nn.Module):
     """Averages a module's gradients over a group, a bucket at a time, while backward goes on.
 
     The constructor copies weights and buffers of the group's rank 0 to all ranks. A bucket holds up
-    to `bucket_bytes` of gradients (a larger gradient has a bucket to itself), neighbours in backward.
-    You may also close it as PyTorch does, with the gradient that fills it. It is all-reduced,
-    asynchronously, as soon as its gradients are there and the bucket before it has left: so every
-    rank sends the same buckets in the same order, whatever order its own backward takes. Gradients
-    travel in the module's dtype. The mean is plain, each rank counts as much as any other: where shares
-    differ, weigh the loss (`share_loss`).
+    to `bucket_bytes` of gradients (a larger gradient has a bucket to itself), neighbours in backward. You
+    may also close it as PyTorch does, with the gradient that fills it. It is all-reduced, asynchronously,
+    from the first pass on, as soon as its gradients are there and the bucket before it has left: so every
+    rank sends the same buckets in the same order, whatever order its own backward takes. Gradients travel
+    in the module's dtype. The mean is plain, each rank counts as much as any other: where shares differ,
+    weigh the loss (`share_loss`).
 
     An extra that earns a star: in a module of two dtypes, each gradient travels in its own. Another: a
     forward under `torch.no_grad()`, or in `no_sync()`, between backward and finish leaves the pass pending.

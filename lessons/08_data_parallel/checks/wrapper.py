@@ -113,7 +113,7 @@ def observe_step(trial: Trial, drifted: bool = False) -> SimpleNamespace:
         {
             **weights(build(tiny_gpt, s)),
             "mask": torch.full((3,), float(s % 7919)),
-            "transformer.drop.drawn": torch.tensor(2**40 + s),
+            PERSISTENT: torch.tensor(2**40 + s),
         }
         for s in numbers
     ]
@@ -122,10 +122,19 @@ def observe_step(trial: Trial, drifted: bool = False) -> SimpleNamespace:
     )
 
 
-BUFFERS = {
-    "mask": ": it is a buffer that is not persistent: state_dict() leaves it out. The parameters are right",
-    "transformer.drop.drawn": ": it is a buffer; the parameters are right",
-}
+PERSISTENT = "transformer.drop.drawn"
+"""A buffer that state_dict() has; "mask" is one that it leaves out."""
+
+
+def why_a_buffer(seen: SimpleNamespace, name: str) -> str:
+    """Of a buffer that is still the rank's own: which others are. All parameters are right."""
+    found = [result["start"][PERSISTENT].tolist() for result in seen.results]
+    own = [start[PERSISTENT].tolist() for start in seen.starts]
+    if name == "mask" and found == own:
+        return ": no buffer was broadcast: parameters() has none of them, buffers() has"
+    if name == "mask" and found == own[:1] * len(own):
+        return ": it is a buffer that is not persistent: state_dict() leaves it out. The parameters are right"
+    return ": it is a buffer; the parameters are right" if name in ("mask", PERSISTENT) else ""
 
 
 def observe_drifted(trial: Trial) -> SimpleNamespace:
@@ -163,7 +172,7 @@ def ranks_start_with_the_weights_of_rank_0(trial: Trial) -> None:
     seen = trial.once(observe_step)
     for name, start in seen.starts[0].items():
         starts = [s[name] for s in seen.starts]
-        told = "each rank still has what it started with" + BUFFERS.get(name, "")
+        told = "each rank still has what it started with" + why_a_buffer(seen, name)
         trial.close(
             f"{name} after the constructor",
             by_rank(seen.results, "start", name),
