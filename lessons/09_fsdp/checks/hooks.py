@@ -1,5 +1,6 @@
 """Checks of `FullySharded`: hooks that others have put on the parameters, as lessons 11 and 12 do."""
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import CheckEnded, Trial, check
+from nanogpt.model import GPT
 
 from .fully_sharded import full, observe_training, require_end
 from .models import build, draw, odd_gpt, weights
@@ -33,52 +35,58 @@ def usual_loss(model: Any, *given: Tensor) -> Tensor:
     return model(*given)[1]
 
 
-def steps_with_hooks(rank: Any, seed: int, num_steps: int, r: int, tokens: Tensor, targets: Tensor) -> dict:
-    """The weights after a step, and after two of a loss of one's own: with targets, and without."""
-    model = build(odd_gpt, seed, torch.float64).to(rank.device)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(multiplied, factor(name, r)))
-    sharded = rank.submission.FullySharded(model, rank.group)
+def ends_of_steps(rank: Any, model: GPT, steps: list[tuple[Callable, tuple[Tensor, ...]]]) -> list[dict]:
+    """The whole weights after each step of SGD: the loss that it is made on, and what the model is given."""
+    sharded = rank.submission.FullySharded(model.to(rank.device), rank.group)
     optimizer = SGD(sharded.parameters(), lr=1.0)
-    usual_loss(sharded, tokens, targets).backward()
-    optimizer.step()
-    ends = [full(sharded)]
-    for given in ((tokens, targets), (tokens,))[: num_steps - 1]:
+    ends = []
+    for loss, given in steps:
         optimizer.zero_grad()
-        own_loss(sharded, *given).backward()
+        loss(sharded, *given).backward()
         optimizer.step()
         ends.append(full(sharded))
-    return {"ends": ends}
+    return ends
+
+
+def steps_of_two(rank: Any, seed: int, num_own: int, r: int, tokens: Tensor, targets: Tensor) -> dict:
+    """A step with hooks; and without them one, and more of a loss of one's own: with targets, and not."""
+    hooked, plain = (build(odd_gpt, seed, torch.float64) for _ in range(2))
+    for name, parameter in hooked.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(multiplied, factor(name, r)))
+    usual, own = (usual_loss, (tokens, targets)), [(own_loss, (tokens, targets)), (own_loss, (tokens,))]
+    return {
+        "hooked": ends_of_steps(rank, hooked, [usual])[0],
+        "ends": ends_of_steps(rank, plain, [usual, *own[:num_own]]),
+    }
 
 
 def observe_hooks(trial: Trial) -> SimpleNamespace:
-    """All three steps; where they crash, as many as are made, and how the next one ends."""
+    """Both steps of a loss of one's own; where they crash, as many as are made, and how the next one ends."""
     seed, crash = trial.seed(), None
     data = [batches[0] for batches in draw(trial, 1)]
-    for num_steps in (3, 2, 1):
+    for num_own in (2, 1, 0):
         try:
-            per_rank = [(num_steps, r, *batch) for r, batch in enumerate(data)]
-            results = run(trial, steps_with_hooks, seed, per_rank=per_rank)
+            per_rank = [(num_own, r, *batch) for r, batch in enumerate(data)]
+            results = run(trial, steps_of_two, seed, per_rank=per_rank)
             break
         except CheckEnded as end:
-            if num_steps == 1:
+            if num_own == 0:
                 raise
             crash = end
     model = build(odd_gpt, seed, torch.float64)
-    starts = [weights(model)]
+    ends = [weights(model)]
     for loss, num_given in ((usual_loss, 2), (own_loss, 2), (own_loss, 1)):
-        means = mean_gradients(model, [partial(loss, model, *batch[:num_given]) for batch in data], factor)
+        losses = [partial(loss, model, *batch[:num_given]) for batch in data]
         if loss is usual_loss:
-            plain = mean_gradients(
-                model, [partial(loss, model, *batch) for batch in data], lambda name, r: 1.0
-            )
-            without = {name: start - plain[name] for name, start in starts[0].items()}
+            means = mean_gradients(model, losses, factor)
+            hooked = {name: start - means[name] for name, start in ends[0].items()}
+        means = mean_gradients(model, losses, lambda name, r: 1.0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.sub_(means[name])
-        starts.append(weights(model))
-    return SimpleNamespace(results=results, num_steps=num_steps, crash=crash, ends=starts, without=without)
+        ends.append(weights(model))
+    return SimpleNamespace(results=results, num_own=num_own, crash=crash, ends=ends, hooked=hooked)
 
 
 def mean_gradients(model: Any, losses: list[Any], times: Any) -> dict[str, Tensor]:
@@ -97,12 +105,12 @@ def mean_gradients(model: Any, losses: list[Any], times: Any) -> dict[str, Tenso
 def hooks_on_parameters_go_on_working(trial: Trial) -> None:
     """A hook on a parameter of the GPT still changes its gradient: the rank's own, before the mean."""
     seen = trial.once(observe_hooks)
-    for name, expected in seen.ends[1].items():
+    for name, expected in seen.hooked.items():
         trial.close(
             f"{name} after a step, with a hook on it that multiplies its gradient",
-            [result["ends"][0][name] for result in seen.results],
+            [result["hooked"][name] for result in seen.results],
             expected,
-            alternatives={"the hook on the parameter was lost: nothing called it": seen.without[name]},
+            alternatives={"the hook on the parameter was lost: nothing called it": seen.ends[1][name]},
             help="Backward must reach the GPT's own Parameter, which has the hooks: give it new memory "
             "through `.data`, or put its hooks on the tensor that takes its place.",
         )
@@ -132,7 +140,7 @@ def a_loss_of_ones_own_is_trained_on(trial: Trial) -> None:
     """Backward from the logits trains all weights, with targets and without: no loss was returned to use."""
     seen = trial.once(observe_hooks)
     for number, given in ((1, "with targets"), (2, "without targets")):
-        if number == seen.num_steps:
+        if number > seen.num_own:
             if NOTHING_LEFT in seen.crash.message:
                 seen.crash.help = FREE_AT_THE_END
             raise seen.crash

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from grader.checks import Fault, Trial, is_close
+from lessons_shared.evaluation import noted
 
 from .models import build, weights
 
@@ -95,9 +96,11 @@ def train(
             scheduler.step()
         if kind == "resumed" and number == 0:
             optimizer.param_groups[0]["lr"] *= 0.5
-            state = optimizer.state_dict()
+            with noted("it was raised where state_dict() was called, after a step"):
+                state = optimizer.state_dict()
             optimizer = make_optimizer(kind, named, make)
-            optimizer.load_state_dict(state)
+            with noted("it was raised where load_state_dict() was called, on a new optimizer"):
+                optimizer.load_state_dict(state)
     return steps
 
 
