@@ -49,14 +49,14 @@ def ends_of_steps(rank: Any, model: GPT, steps: list[tuple[Callable, tuple[Tenso
 
 
 def steps_of_two(rank: Any, seed: int, num_own: int, r: int, tokens: Tensor, targets: Tensor) -> dict:
-    """A step with hooks; and without them one, and more of a loss of one's own: with targets, and not."""
+    """Two steps with hooks; and without one, and two of a loss of one's own: with targets, and not."""
     hooked, plain = (build(odd_gpt, seed, torch.float64) for _ in range(2))
     for name, parameter in hooked.named_parameters():
         if parameter.requires_grad:
             parameter.register_hook(partial(multiplied, factor(name, r)))
     usual, own = (usual_loss, (tokens, targets)), [(own_loss, (tokens, targets)), (own_loss, (tokens,))]
     return {
-        "hooked": ends_of_steps(rank, hooked, [usual])[0],
+        "hooked": ends_of_steps(rank, hooked, [usual, usual]),
         "ends": ends_of_steps(rank, plain, [usual, *own[:num_own]]),
     }
 
@@ -75,18 +75,32 @@ def observe_hooks(trial: Trial) -> SimpleNamespace:
                 raise
             crash = end
     model = build(odd_gpt, seed, torch.float64)
+    hooked, lost = [], []
+    for _ in range(2):
+        losses = [partial(usual_loss, model, *batch) for batch in data]
+        lost.append(after_a_step(model, losses))
+        hooked.append(after_a_step(model, losses, factor))
+        load(model, hooked[-1])
+    model = build(odd_gpt, seed, torch.float64)
     ends = [weights(model)]
     for loss, num_given in ((usual_loss, 2), (own_loss, 2), (own_loss, 1)):
-        losses = [partial(loss, model, *batch[:num_given]) for batch in data]
-        if loss is usual_loss:
-            means = mean_gradients(model, losses, factor)
-            hooked = {name: start - means[name] for name, start in ends[0].items()}
-        means = mean_gradients(model, losses, lambda name, r: 1.0)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.sub_(means[name])
-        ends.append(weights(model))
-    return SimpleNamespace(results=results, num_own=num_own, crash=crash, ends=ends, hooked=hooked)
+        ends.append(after_a_step(model, [partial(loss, model, *batch[:num_given]) for batch in data]))
+        load(model, ends[-1])
+    return SimpleNamespace(results=results, num_own=num_own, crash=crash, ends=ends, hooked=hooked, lost=lost)
+
+
+def once(name: str, r: int) -> float:
+    return 1.0
+
+
+def after_a_step(model: GPT, losses: list[Any], times: Any = once) -> dict[str, Tensor]:
+    """The weights that a step would end at; the model stays as it is."""
+    means = mean_gradients(model, losses, times)
+    return {name: weight - means[name] for name, weight in weights(model).items()}
+
+
+def load(model: GPT, ends: dict[str, Tensor]) -> None:
+    model.load_state_dict(ends, strict=False)  # a tied table has one name here
 
 
 def mean_gradients(model: Any, losses: list[Any], times: Any) -> dict[str, Tensor]:
@@ -105,15 +119,18 @@ def mean_gradients(model: Any, losses: list[Any], times: Any) -> dict[str, Tenso
 def hooks_on_parameters_go_on_working(trial: Trial) -> None:
     """A hook on a parameter of the GPT still changes its gradient: the rank's own, before the mean."""
     seen = trial.once(observe_hooks)
-    for name, expected in seen.hooked.items():
-        trial.close(
-            f"{name} after a step, with a hook on it that multiplies its gradient",
-            [result["hooked"][name] for result in seen.results],
-            expected,
-            alternatives={"the hook on the parameter was lost: nothing called it": seen.ends[1][name]},
-            help="Backward must reach the GPT's own Parameter, which has the hooks: give it new memory "
-            "through `.data`, or put its hooks on the tensor that takes its place.",
-        )
+    for number, hooked in enumerate(seen.hooked):
+        for name, expected in hooked.items():
+            trial.close(
+                f"{name} after {number + 1} of two steps, with a hook on it that multiplies its gradient",
+                [result["hooked"][number][name] for result in seen.results],
+                expected,
+                alternatives={
+                    "the hook on the parameter was lost: nothing called it": seen.lost[number][name]
+                },
+                help="Backward must reach the GPT's own Parameter, which has the hooks: give it new memory "
+                "through `.data`, or put its hooks on the tensor that takes its place.",
+            )
 
 
 FREE_AT_THE_END = (
