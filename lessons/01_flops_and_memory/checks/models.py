@@ -240,7 +240,7 @@ def elsewhere(answers: Answers, key: str, where: Where) -> str:
         return [None if value is None else value - expected for value, expected in found]
 
     own = off(key)
-    if not rows or None in own or key == "total":
+    if None in own or not any(own) or key == "total":
         return ""
     for other in rows[0][0]:
         if other not in (key, "total") and off(other) == [-by for by in own]:

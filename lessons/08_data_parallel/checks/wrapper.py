@@ -70,20 +70,11 @@ def step(rank: Any, seed: int, drifted: bool, weight: float, tokens: Tensor, tar
         first = gradients(model)
         recording.mark("finished again")
         wrapped.finish_gradient_synchronization()
-    again = gradients(model)
-    wrapped.zero_grad(set_to_none=True)
-    (weight * wrapped(tokens, targets)[1]).backward()
-    with torch.no_grad():
-        wrapped(tokens, targets)
-    with wrapped.no_sync():
-        wrapped(tokens, targets)
-    wrapped.finish_gradient_synchronization()
     return {
         "start": start,
         "before": before,
         "gradients": first,
-        "again": again,
-        "looked at": gradients(model),
+        "again": gradients(model),
         "loss": loss.detach(),
         "by keyword": by_keyword,
         "weights": weights(model),
