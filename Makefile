@@ -15,7 +15,7 @@ help:
 	@echo "make lab       open the course in JupyterLab      ARGS='--no-browser' on a remote machine"
 	@echo "make grade     grade your work                    ARGS='PATH' for one notebook or .py file"
 	@echo "make train     train with your code               LESSON=08 RANKS=2 ARGS='--parallel data_parallel'"
-	@echo "make test      prove the course                   ARGS='-k name', JOBS=3"
+	@echo "make test      prove the course                   ARGS='-k name', JOBS=3; the second time, what has changed"
 	@echo "make floor     grade the solutions on the oldest torch that the course allows, and on Colab's versions"
 	@echo "make lessons   build the notebooks                LESSON=08, FORCE=1"
 	@echo "make book      build the site of the course       .book/site/index.html"
@@ -36,7 +36,7 @@ train: # LESSON=08 is for that lesson's notebook as the implementation; ranks ha
 		$(if $(LESSON),--implementation $(wildcard lessons/$(LESSON)_*/*.ipynb))
 
 test: # each worker takes the next test when it has ended one; tests wait a good deal, so three fill two cores
-	@$(ENVIRONMENT) && "$$python" -m pytest -n $(JOBS) --dist load --maxschedchunk 1 $(ARGS)
+	@$(ENVIRONMENT) && "$$python" -m pytest -p tests.unchanged -n $(JOBS) --dist load --maxschedchunk 1 $(ARGS)
 
 floor: # in an environment of its own
 	@$(PYTHON) -m infra.floor $(ARGS)
