@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grader.beside.measure import tensors_in
+from grader.beside.measure import own_storage, tensors_in
 
 
 class Meter(TorchDispatchMode):
@@ -75,10 +75,10 @@ class Kept:
 def kept_for_backward(module: nn.Module, *inputs: Any) -> list[Kept]:
     """What `module(*inputs)` keeps for backward: each storage once, parameters and buffers left out."""
     inside, kept = [""], dict[int, Kept]()
-    own = {_storage(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    own = {own_storage(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers())}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
+        storage = own_storage(tensor)
         if storage.data_ptr() not in own:
             kept.setdefault(storage.data_ptr(), Kept(inside[-1], tensor, storage.nbytes()))
         return tensor
@@ -97,11 +97,6 @@ def kept_for_backward(module: nn.Module, *inputs: Any) -> list[Kept]:
 def kept_bytes(module: nn.Module, *inputs: Any) -> int:
     """The bytes that `module(*inputs)` keeps for backward, without parameters and buffers."""
     return sum(kept.num_bytes for kept in kept_for_backward(module, *inputs))
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Where a tensor lies; of a DTensor, what lies on this rank."""
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
 
 
 def _key(tensor: Tensor) -> int:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from grader.checks import Trial, check
+from lessons_shared.cut_gpt import local
 
 from .fully_sharded import full, wrapped
-from .models import build, draw, local, odd_gpt, seeds
+from .models import build, draw, odd_gpt, seeds
 from .runs import run
 
 FACTOR = 0.5

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD
 
 from grader.checks import CheckEnded, Trial, Verdict, check, exercise, settle
+from lessons_shared.cut_gpt import local
 
-from .models import DEEP, build, bytes_of, deep_gpt, draw, local, odd_gpt
+from .models import DEEP, build, bytes_of, deep_gpt, draw, odd_gpt
 from .training import PASSES, expected_weights, require_weights, train
 from .wire import SMALL, padded_bytes
 

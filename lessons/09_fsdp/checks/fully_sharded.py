@@ -11,20 +11,10 @@ from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import CheckEnded, Recording, Trial, Verdict, check, exercise
+from lessons_shared.cut_gpt import local
 from nanogpt.model import GPT
 
-from .models import (
-    build,
-    bytes_of,
-    draw,
-    dropping_gpt,
-    local,
-    narrow_gpt,
-    odd_gpt,
-    seeds,
-    thawed_gpt,
-    weights,
-)
+from .models import build, bytes_of, draw, dropping_gpt, narrow_gpt, odd_gpt, seeds, thawed_gpt, weights
 from .parts import gradients_by_rank, means_by_pass, misses_last_pass, trained_on
 from .runs import BY_BACKWARD, NOTHING_LEFT, require_in_evaluation, run
 from .training import (

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from grader.checks import Fault, Trial, check, exercise, is_close
+from lessons_shared.cut_gpt import local
 from nanogpt.model import GPT
 
 from .fully_sharded import full, plain
 from .hybrid_slips import FIRST_ALONE, LATE, by_factor, gradients_after, rules
 from .meshes import NAMES, Machines, arrangements, groups_of, hybrid, told
-from .models import build, draw, local, odd_gpt, seeds, weights
+from .models import build, draw, odd_gpt, seeds, weights
 from .runs import require_in_evaluation, run
 from .training import PASSES, Batches, Rule, train, whole_batch
 

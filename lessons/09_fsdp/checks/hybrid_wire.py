@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import Event, Recording, Trial, check, settle
+from lessons_shared.cut_gpt import local
 
 from .meshes import Machines, arrangements, groups_of, hybrid, told
-from .models import SHORT, build, bytes_of, local, short_gpt
+from .models import SHORT, build, bytes_of, short_gpt
 from .runs import run
 from .wire import SMALL, padded_bytes
 

@@ -122,11 +122,6 @@ def bytes_of(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What a rank has of a tensor, which may be a DTensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def seeds(trial: Trial) -> list[int]:
     """A different seed for every rank, so that the ranks start with different weights."""
     first = trial.seed()

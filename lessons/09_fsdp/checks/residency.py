@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from grader.checks import Trial, check, settle
+from lessons_shared.cut_gpt import local
 from nanogpt.model import GPT
 
-from .models import DEEP, SHORT, build, bytes_of, deep_gpt, local, short_gpt
+from .models import DEEP, SHORT, build, bytes_of, deep_gpt, short_gpt
 from .runs import run
 from .wire import SMALL, padded_bytes, require_travelled, travelled
 
