@@ -179,7 +179,8 @@ def collective_time(
     A step of m bytes takes `latency` + m / `bandwidth` + m · `seconds_per_byte`. The answer is off by a
     millionth of itself at most.
 
-    Source: Thakur, Rabenseifner and Gropp 2005, section 3, where these are alpha, 1/beta and gamma.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 3, where these are alpha, 1/beta and gamma,
+    which there is of additions alone.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter" (rings), "broadcast" (a binomial tree, the

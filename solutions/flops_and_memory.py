@@ -63,7 +63,8 @@ def forward_flops(config: GPTConfig, batch_size: int, sequence_length: int) -> d
 def training_flops(config: GPTConfig, batch_size: int, sequence_length: int, recompute: str = "none") -> int:
     """FLOPs of one forward and backward pass, with what is computed again in backward.
 
-    A product's backward is two products of its size: one for each of its inputs.
+    A product's backward is two products of its size: one for each of its inputs. Attention is the plain one:
+    a fused kernel's backward computes the scores once more, whatever `recompute` says.
 
     Args:
         recompute: with `none` nothing is computed again;
@@ -115,7 +116,7 @@ def model_state_bytes(num_parameters: int, recipe: str) -> dict[str, int]:
 
 
 def textbook_activation_bytes(config: GPTConfig, batch_size: int, sequence_length: int) -> int:
-    """Bytes of the blocks in 16 bits with dropout: Korthikanti et al. 2022, arXiv:2205.05198, equation 2."""
+    """Bytes of the blocks in 16 bits with dropout: Korthikanti et al. 2022, arXiv:2205.05198, equation 1."""
     s, h, a = sequence_length, config.n_embd, config.n_head
     return config.n_layer * batch_size * (34 * s * h + 5 * a * s * s)  # L·s·b·h·(34 + 5·a·s/h)
 
@@ -181,7 +182,7 @@ def model_flops_utilization(
     """The fraction of the peak that goes into forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
     What is computed a second time to save memory does not count: it brings the training no further.
-    An answer within 1 % is right, such as that of PaLM's formula, whose N leaves positions out.
+    An answer within 1 % is right, such as that of PaLM's formula with nanoGPT's N, which has no positions.
     """
     # answer
     flops_per_token = training_flops(config, 1, sequence_length) / sequence_length
@@ -197,7 +198,7 @@ def training_plan(
     utilization: float,
     bytes_per_gpu: float,
 ) -> dict[str, float]:
-    """What a training run will take, at 6 FLOPs a parameter and token (Kaplan et al. 2020, arXiv:2001.08361).
+    """What a training run will take, at 6 FLOPs a parameter and token.
 
     Args:
         utilization: the fraction of each GPU's peak that goes into these FLOPs.
@@ -206,6 +207,8 @@ def training_plan(
         - `gpu_hours`: the hours of all GPUs, added up;
         - `days`: from the first step to the last, with all of them at work;
         - `fewest_gpus`: a whole number, as many as hold 16 bytes a parameter when each keeps an equal share.
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, whose N has no embeddings; GPT-3's table D.1 counts them.
     """
     # answer
     flops = 6 * num_parameters * num_tokens

@@ -26,6 +26,7 @@ from solutions.flops_and_memory import (
     model_state_bytes,
     textbook_activation_bytes,
     training_flops,
+    training_plan,
 )
 from solutions.fsdp import communication_elements, state_bytes_per_rank
 from solutions.tensor_parallel import tensor_parallel_overhead
@@ -145,6 +146,44 @@ def gpt2_block(config: GPTConfig) -> int:
     return blocks // config.n_layer
 
 
+def parameters(inputs: dict[str, Any]) -> int:
+    """Of a GPT with biases and learned positions."""
+    return count_parameters(
+        GPTConfig(
+            block_size=inputs["block"],
+            vocab_size=inputs["vocab"],
+            n_layer=inputs["n_layer"],
+            n_head=inputs["n_head"],
+            n_embd=inputs["n_embd"],
+            bias=True,
+        )
+    )["total"]
+
+
+def days(inputs: dict[str, Any]) -> float:
+    """Narayanan et al. count eight FLOPs a parameter and token, two of them recomputed, at the rate given."""
+    num_parameters, num_tokens = int(inputs["params_B"] * 1e9), int(inputs["tokens_B"] * 1e9)
+    rate = inputs["achieved_TF"] * 1e12
+    return training_plan(num_parameters, num_tokens, inputs["gpus"], rate, 6 / 8, 80e9)["days"]
+
+
+def petaflop_days(inputs: dict[str, Any]) -> float:
+    num_parameters, num_tokens = int(inputs["params_M"] * 1e6), int(inputs["tokens_B"] * 1e9)
+    return training_plan(num_parameters, num_tokens, 1, 1e15, 1.0, 80e9)["days"]
+
+
+def mfu_of_throughput(inputs: dict[str, Any]) -> float:
+    tokens_per_second = inputs["tokens_per_s"] / inputs["gpus"]
+    config, peak = korthikanti_config(inputs), inputs["peak_TF"] * 1e12
+    return 100 * model_flops_utilization(config, tokens_per_second, peak, inputs["s"])
+
+
+def blocks_over_6nd(inputs: dict[str, Any]) -> float:
+    """FLOPs of the blocks, over 2·N·D: a forward's share of 6·N·D."""
+    flops = forward_flops(korthikanti_config(inputs), 1, inputs["s"])
+    return (flops["attention"] + flops["mlp"]) / (2 * inputs["params_M"] * 1e6 * inputs["s"])
+
+
 COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
     r"zero_t1_.*": lambda inputs: (
         bytes_per_rank(inputs["params_B"] * 1e9, inputs["dp"], inputs["zero_stage"]) / 1e9
@@ -190,7 +229,22 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], float]] = {
     r"hw_H100-SXM_bf16_TF": lambda _: MACHINES["H100, NVLink"][0] / 1e12,
     r"hw_H100-SXM_nvlink_uni_GBps": lambda _: MACHINES["H100, NVLink"][1] / 1e9,
     r"hw_DGX-H100_node_egress_GBps": lambda _: MACHINES["H100, between machines"][1] / 1e9,
-    r"hw_DGX-A100-P4d_node_egress_GBps": lambda _: MACHINES["A100, between machines"][1] / 1e9,
+    r"hw_A100-P4d_node_egress_GBps": lambda _: MACHINES["A100, between AWS machines"][1] / 1e9,
+    r"gpt3_d1_.*_params": lambda inputs: parameters(inputs) / 1e6,
+    r"gpt3_d1_.*_pf_days": petaflop_days,
+    r"narayanan_t1_.*_params": lambda inputs: parameters(inputs) / 1e9,
+    r"narayanan_.*_days": days,
+    r"palm_t3_.*_mfu|mpt_.*_mfu": mfu_of_throughput,
+    r"mpt_.*_params": parameters,
+    r"nanogpt_scaling_gpt2_params": lambda inputs: parameters(inputs) - inputs["block"] * inputs["n_embd"],
+    r"chinchilla_a4_.*_ratio": blocks_over_6nd,
+    r"scalingbook_all_gather_us": lambda inputs: (
+        1e6 * collective_time("all_gather", inputs["bytes"], inputs["n"], 0.0, inputs["GBps"] * 1e9)
+    ),
+    r"fsdp_full_.*_elements": lambda inputs: sum(
+        communication_elements(inputs["M"], inputs["W"], inputs["zero_stage"]).values()
+    ),
+    r"megatron_bpp_.*": lambda inputs: model_state_bytes(1, inputs["recipe"])["total"],
     r"torchtitan_llama3_8b_fsdp_.*": lambda inputs: overlap.TOKENS_PER_SECOND[inputs["gpus"]],
 }
 

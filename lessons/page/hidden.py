@@ -15,7 +15,7 @@ MACHINES: dict[str, tuple[float, float]] = {
     "H100, NVLink": (989e12, 450e9),
     "H100, between machines": (989e12, 400e9),
     "A100, NVLink": (312e12, 300e9),
-    "A100, between machines": (312e12, 50e9),
+    "A100, between AWS machines": (312e12, 50e9),
     "A100, 10 Gbit/s a machine": (312e12, 10 * GIGABIT),
 }
 """Dense bf16 FLOP/s of a GPU, and bytes a second in one direction: of a GPU, or of a machine of eight.

@@ -45,6 +45,9 @@ def training_slips(c: GPTConfig, b: int, s: int, recompute: str = "none") -> dic
     slips |= {
         "one product of the head is missing: backward makes two, for x and for its matrix": step - head,
         "both backward products of the head are missing": step - 2 * head,
+        "the scores are computed once more, as a fused kernel's backward does: attention is the plain one": (
+            flops(c, b, s, recompute)["total"] + core // 2
+        ),
         "one product of one c_attn is missing, as if the first one's input needed no gradient: it comes from "
         "the embedding, which is trained": step - 6 * b * s * c.n_embd**2,
     }
