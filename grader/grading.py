@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -11,11 +12,12 @@ import click
 
 from grader.early import isolation_for
 from grader.judging.course import find_exercise
-from grader.judging.judge import Settings, grade_task, tasks
+from grader.judging.judge import Settings, Task, grade_task, tasks
 from grader.judging.reading import NothingToReadError, UnreadableError
 from grader.judging.side_by_side import Neighbours, sensible_jobs, side_by_side
 from grader.judging.verdicts import ExerciseReport, Verdict, readable
 from grader.ranks.faults import CannotGradeError, unforeseen
+from grader.ranks.launcher import Launcher
 from grader.ranks.server import Server
 from grader.report import Console, print_exercise, print_table, summary
 from grader.report_file import Record, make_sure_it_can_be_written, write_report
@@ -96,7 +98,7 @@ def _grade(
     grade_one = partial(grade_task, settings=settings)
     with (
         closing(Neighbours(record.isolation, fitting)) as launcher,
-        closing(side_by_side(grade_one, todo, jobs, launcher)) as reports,
+        closing(in_two_parts(grade_one, todo, jobs, launcher)) as reports,
         console.status(f"grading {len(todo)} exercises") as status,
     ):
         for report in reports:
@@ -109,6 +111,17 @@ def _grade(
     console.print(summary(record.reports, record.isolation), highlight=False)
     console.print(f"drawn with seed {record.seed}: --seed {record.seed} draws the same again", style="dim")
     return _end(record)
+
+
+def in_two_parts(
+    work: Callable[[Task, Launcher], ExerciseReport], todo: list[Task], jobs: int, launcher: Launcher
+) -> Iterator[ExerciseReport]:
+    """Those that are lent a part of the reference come last and alone: nobody is there to be told of it."""
+    for lent in (False, True):
+        part = [task for task in todo if bool(task.lesson.lent) == lent]
+        with closing(side_by_side(work, part, jobs, launcher)) as reports:
+            yield from reports
+        launcher.dismiss()
 
 
 def _end(record: Record) -> int:

@@ -33,6 +33,8 @@ MOST_DOTS = 100
 """In the name of a module: Python's parser takes memory by its square, and nothing ends it meanwhile."""
 MOST_QUOTED = 100
 """Characters of a line."""
+PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+"""What reads it here: a newer one may know more."""
 _CELL_MAGIC_AROUND_PYTHON = re.compile(r"%%(time|capture|prun)\b")
 
 
@@ -81,7 +83,7 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text in UTF-8") from None
+        raise ValueError(f"{path} is not text in UTF-8: save it as that") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {_one_line(error)}") from None
 
@@ -91,7 +93,9 @@ def _notebook_cells(path: Path, text: str) -> list[Cell]:
         notebook = nbformat.reads(text, as_version=4)
         cells = [
             _cell(
-                f"cell {number}", without_magics(cell.source), tuple(map(str, cell.metadata.get("tags", ())))
+                f"cell {number}",
+                without_magics(cell.source),
+                tuple(map(str, cell.metadata.get("tags") or ())),
             )
             for number, cell in enumerate(notebook.cells, start=1)
             if cell.cell_type == "code"
@@ -114,7 +118,7 @@ def _cell(label: str, source: str, tags: tuple[str, ...] = ()) -> Cell:
     except SyntaxError as error:
         quoted = f" at {error.text.strip()[:MOST_QUOTED]!r}" if error.text and error.text.strip() else ""
         line = f", line {error.lineno}" if error.lineno else ""
-        return Cell(label, source, tags, f"{label}{line}: {error.msg}{quoted}")
+        return Cell(label, source, tags, f"{label}{line}: {error.msg}{quoted} ({PYTHON})")
     except (ValueError, RecursionError, MemoryError) as error:
         return Cell(label, source, tags, f"{label}: not Python, {_one_line(error)}")
     return Cell(label, source, tags)
@@ -124,6 +128,8 @@ def without_magics(source: str) -> str:
     """A cell with IPython's own lines turned into `pass` or comments; lines keep their numbers."""
     lines = source.split("\n")
     first = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+    lines = [line.removeprefix(indent) for line in lines]  # as IPython does where the first line has one
     if lines[first].startswith("%%"):
         if not _CELL_MAGIC_AROUND_PYTHON.match(lines[first]):
             return "\n".join(f"# {line}" for line in lines)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,10 @@ def test_everything_that_torch_sends_by_itself_is_seen(tmp_path: Path, launcher:
         + CORRECT
         + "\ncheck(copy_to_group)\nprint(run_ranks(copy_to_group)[0])\n",
         CORRECT.replace("def copy_to_group(x, group):\n    return", "copy_to_group = lambda x, group:"),
+        CORRECT.replace("def copy_to_group(x, group):\n    return", "(copy_to_group := lambda x, group:")
+        + ")",
+        CORRECT.replace("def copy_to_group", "match 1:\n  case 1:\n   def copy_to_group"),
+        CORRECT.replace("def copy_to_group", "@torch.compile\ndef copy_to_group"),
         "get_ipython().run_line_magic('matplotlib', 'inline')\nget_ipython().system('ls')\n" + CORRECT,
     ],
     ids=[
@@ -214,6 +219,9 @@ def test_everything_that_torch_sends_by_itself_is_seen(tmp_path: Path, launcher:
         "sys.exit at the end",
         "check inside",
         "lambda",
+        "walrus",
+        "match",
+        "torch.compile",
         "nbconvert",
     ],
 )
@@ -253,8 +261,16 @@ def test_a_helper_beside_the_file_is_found(
         ("import no_such_module", "x = undefined", "raise SystemExit", CORRECT),
         ("def copy_to_group(x, group):\n    raise ValueError('an older one')", CORRECT),
         ("%%time\n" + CORRECT.lstrip(), "from IPython.display import display\ndisplay(1)"),
+        (textwrap.indent(CORRECT, "  "),),
     ],
-    ids=["magics", "cells that are no Python", "cells that fail", "defined twice", "a cell magic"],
+    ids=[
+        "magics",
+        "cells that are no Python",
+        "cells that fail",
+        "defined twice",
+        "a cell magic",
+        "indented",
+    ],
 )
 def test_notebooks_pass(cells: tuple, tmp_path: Path, launcher: Launcher) -> None:
     assert passes(grade(tmp_path, notebook(*cells), launcher, FORWARD, name="notebook.ipynb"))

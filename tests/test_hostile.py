@@ -17,12 +17,13 @@ import pytest
 
 from grader.beside.tampering import RefusedError, _hook
 from grader.judging.judge import Settings, grade_submission
+from grader.judging.stories import ending
 from grader.judging.submission import read_submission
 from grader.judging.verdicts import Verdict
 from grader.ranks import leftovers, plain
 from grader.ranks.event_log import MAX_EVENT
 from grader.ranks.isolation import Isolation
-from grader.ranks.launcher import ROOT, Code, Launcher, Limits
+from grader.ranks.launcher import ROOT, Code, Launcher, Limits, RankReport, RunReport
 from grader.ranks.recording import Event
 from grader.report import summary
 from grader.work import find_work
@@ -323,6 +324,16 @@ def test_who_stops_the_keeper_waits_for_nothing(whom: str, tmp_path: Path) -> No
         launcher.close()
 
 
+def test_who_kills_a_rank_outside_the_group_is_refused() -> None:
+    ranks = [RankReport("dead", exit_code=-9), RankReport("done"), RankReport("done")]
+    told = ending(RunReport("trouble", 1.0, ranks), lambda file, line: "", LIMITS, (1, 2))
+    assert told is not None and told.verdict == Verdict.REFUSED
+    assert "outside the group" in told.message
+    ranks[0] = RankReport("failed", error={"type": "OSError"})
+    told = ending(RunReport("trouble", 1.0, ranks), lambda file, line: "", LIMITS, (1, 2))
+    assert told is not None and told.verdict == Verdict.GRADER_ERROR
+
+
 @pytest.mark.parametrize("name", READING)
 def test_reading_the_reference_is_refused(name: str, tmp_path: Path, launcher: Launcher) -> None:
     report = look(tmp_path, twisted(READING[name]), launcher)
@@ -413,6 +424,14 @@ def test_an_object_is_never_pickled_for_the_judge() -> None:
 
     with pytest.raises(plain.NotPlainError, match="is a Bomb"):
         plain.encode({"output": Bomb()})
+
+
+@pytest.mark.parametrize("dtype", ["torch.complex64", "torch.float8_e4m3fn", "torch.uint16"])
+def test_numbers_that_nothing_is_computed_in_are_the_learners_mistake(
+    dtype: str, tmp_path: Path, launcher: Launcher
+) -> None:
+    report = look(tmp_path, twisted(returns=f"torch.ones(x.shape).to({dtype})"), launcher)
+    assert report.verdict == Verdict.WRONG and f"nothing is computed in: a tensor of {dtype}" in report.text
 
 
 @pytest.mark.parametrize("told", ["[[]] * 2**24", "10 ** 400"])

@@ -114,6 +114,37 @@ def test_who_fills_the_folders_is_told_and_it_counts_as_memory(tmp_path: Path, i
         launcher.close()
 
 
+def test_closed_folders_are_opened_for_the_next_run(tmp_path: Path, isolated: Launcher) -> None:
+    """Or a run that closes them would be told as the machine's fault."""
+
+    def close(rank):
+        import tempfile
+
+        os.chmod(os.path.dirname(tempfile.gettempdir()), 0)
+        os.chmod("/tmp", 0)
+
+    for _ in range(2):
+        ask(isolated, close)
+    assert look(tmp_path, twisted(), isolated).verdict == Verdict.PASSED
+
+
+def test_no_file_of_the_courses_is_held(isolated: Launcher) -> None:
+    """A lease makes who opens it wait for 45 seconds: somebody else's grading. Other locks are free."""
+
+    def hold(rank, file):
+        import fcntl
+
+        with open(file) as held:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            except OSError as error:
+                return error.strerror
+        return "held"
+
+    assert ask(isolated, hold, str(ROOT / "grader" / "checks.py")) == "Operation not permitted"
+
+
 def test_no_memory_is_made_that_is_no_processs(isolated: Launcher) -> None:
     """System V segments stay when their makers have gone, and no list of files shows them."""
 

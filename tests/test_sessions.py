@@ -137,6 +137,28 @@ def test_what_is_wrong_on_ranks_that_had_worked_must_be_wrong_on_fresh_ones(
     assert [check.verdict for check in report.checks] == [Verdict.PASSED, verdict]
 
 
+def test_the_second_try_draws_what_the_first_has_not_seen(launcher: Launcher) -> None:
+    """Who fails at first may have written down, in a folder that both see, what the others' inputs were."""
+    drawn = []
+
+    def nothing(trial: Trial) -> None:
+        trial.run(lambda rank: None)
+
+    def fails(trial: Trial) -> None:
+        drawn.append((trial.normal(4).tolist(), trial.seed()))
+        trial.run(lambda rank: None)
+        trial.wrong("bad")
+
+    checks = [Check(f.__name__, "made_up", "", f, list) for f in (nothing, fails)]
+    exercise = Exercise("made_up", (2,), False, (), False, True, (), checks)
+    settings = Settings(seed=3, limits=LIMITS)
+    for _ in range(2):
+        grade_exercise(exercise, "00", Code(), launcher, settings, lambda file, line: "")
+    first, second, *again = drawn
+    assert first[0] != second[0] and first[1] != second[1]
+    assert again == [first, second]
+
+
 @pytest.mark.parametrize(
     ("observed", "tries_again", "verdict"),
     [(True, True, Verdict.PASSED), (False, True, Verdict.WRONG), (True, False, Verdict.WRONG)],

@@ -4,12 +4,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from grader.checks import Trial
+from grader.grading import in_two_parts
 from grader.judging.judge import Settings, grade_exercise
 from grader.judging.side_by_side import Neighbours, side_by_side
 from grader.judging.trial import Check, Exercise
@@ -49,6 +51,23 @@ def test_results_come_in_the_order_of_the_tasks(neighbours: Neighbours) -> None:
 
     tasks = [0.3, 0.0, 0.1, 0.2]
     assert results(work, tasks, 3, neighbours) == tasks
+
+
+def test_who_is_lent_the_reference_runs_when_nobody_else_does(neighbours: Neighbours) -> None:
+    """A lock on a file that both see, or how busy a core is, can tell from one box to another."""
+    told: list[str] = []
+
+    def work(task: SimpleNamespace, launcher: Launcher) -> str:
+        told.append(f"begin {task.lesson.lent}")
+        with launcher.turn.let_go():
+            time.sleep(0.05)
+        told.append(f"end {task.lesson.lent}")
+        return task.name
+
+    tasks = [SimpleNamespace(name=name, lesson=SimpleNamespace(lent=name == "b")) for name in "abc"]
+    assert list(in_two_parts(work, tasks, 3, neighbours)) == ["a", "c", "b"]  # type: ignore[arg-type]
+    assert sorted(told[:4]) == ["begin False"] * 2 + ["end False"] * 2
+    assert told[4:] == ["begin True", "end True"]
 
 
 def test_judges_take_turns_while_ranks_run_side_by_side(neighbours: Neighbours) -> None:

@@ -4,6 +4,7 @@ This runs in a process of its own, forked for one run, or for several of the sam
 other. Nothing here is trusted afterwards: the judge reads what arrives as data and draws its own conclusions.
 """
 
+import errno
 import faulthandler
 import gc
 import os
@@ -172,10 +173,14 @@ def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, byte
 
 
 def _why_not_connected(error: Exception, shut_in: bool) -> dict[str, Any]:
-    """The machine's fault, unless there is no room in the folders that nobody but the submission fills."""
+    """The machine's fault, unless it lies in folders that nobody but the submission fills or closes."""
     full = [folder for folder in FRESH if _is_full(folder)] if shut_in else []
     if full:
         return _describe(RefusedError(f"it has filled {full[0]}, which its ranks need to find each other"))
+    if shut_in and any(os.strerror(number) in str(error) for number in (errno.EACCES, errno.ENOENT)):
+        return _describe(
+            RefusedError("it has closed or removed the folder in which its ranks find each other")
+        )
     message = f"the ranks could not connect: {error_text(error)}"
     return {"type": "MachineError", "message": message, "machine": True}
 

@@ -180,9 +180,10 @@ def _for_gpus(trials: Sequence[Trial], locate: Locate) -> tuple[str, ...]:
     strewn = next((trial.strewn for trial in trials if trial.strewn is not None), None)
     if strewn is None:
         return ()
+    call = readable(told(strewn, locate))
     return (
-        f"on GPUs NCCL will refuse the {told(strewn, locate)}: its tensor does not lie in order in one piece "
-        "of memory. x.contiguous() does",
+        f"on GPUs NCCL will refuse the {call}: its tensor does not lie in order in one piece of memory. "
+        "x.contiguous() does",
     )
 
 

@@ -189,7 +189,8 @@ def _known_slip(
     for text, change in alterations.items():
         if gives(altered(change)):
             return text
-    if len(wrong) > 2 and wrong[0].given and gives([wrong[0].given] * len(asked)):
+    first = wrong[0].given
+    if len(wrong) > 2 and _is_number(first) and first and gives([first] * len(asked)):
         return "the same number for different arguments: compute it from them"
     if _of_earlier_calls(wrong, tolerance):
         return "these are answers to earlier calls: something is remembered between calls"
@@ -204,7 +205,8 @@ def _of_earlier_calls(wrong: Sequence[Answer], tolerance: float) -> bool:
     if whole_numbers and max(earlier) - min(earlier) < LEAST_GAP * (len(earlier) - 1):
         return False
     return all(
-        any(same(answer.given, true, tolerance) for true in answer.earlier) and answer.given not in by_chance
+        any(same(answer.given, true, tolerance) for true in answer.earlier)
+        and whole(answer.given) not in by_chance
         for answer in wrong
     )
 

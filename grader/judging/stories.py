@@ -66,7 +66,8 @@ def ending(
         )
     if report.ended == "trouble":
         nobody = messages.to_nobody([report.ranks[r] for r in group], locate)
-        return _trouble(ranks, locate, name, nobody)
+        outside = [rank for r, rank in enumerate(report.ranks) if r not in group]
+        return _trouble(ranks, outside, locate, name, nobody)
     return _hang(report.ended, ranks, locate, limits, name)
 
 
@@ -96,7 +97,11 @@ def _renamed(rank: RankReport, group: Sequence[int]) -> RankReport:
 
 
 def _trouble(
-    ranks: Sequence[RankReport], locate: Locate, name: _Names, nobody: CheckEnded | None
+    ranks: Sequence[RankReport],
+    outside: Sequence[RankReport],
+    locate: Locate,
+    name: _Names,
+    nobody: CheckEnded | None,
 ) -> CheckEnded:
     """The first failing rank is the story, not the peers that lost their connection to it.
 
@@ -107,6 +112,10 @@ def _trouble(
         (r for r, rank in enumerate(ranks) if rank.status in ("failed", "dead")),
         key=lambda r: (_is_echo(ranks[r]), _is_to_itself(ranks[r]), ranks[r].ended_at or 0.0, r),
     )
+    if not failed and any((rank.exit_code or 0) < 0 for rank in outside if rank.status == "dead"):
+        return CheckEnded(
+            Verdict.REFUSED, "a rank outside the group, which runs nothing of it, was killed meanwhile"
+        )
     if not failed:
         return CheckEnded(Verdict.GRADER_ERROR, "a rank outside the group failed")
     first = ranks[failed[0]]
@@ -132,9 +141,10 @@ def _trouble(
         return _waits_twice(failed[0], error, locate, name)
     if kind == "NotPlainError":
         what = message.rpartition(" is ")[2]  # and not where it lies in what the check has put together
-        return CheckEnded(
-            Verdict.WRONG, f"{name.on(failed[0])}it gave something that is no tensor or number: {what}"
+        kind = (
+            "that nothing is computed in" if what.startswith("a tensor of") else "that is no tensor or number"
         )
+        return CheckEnded(Verdict.WRONG, f"{name.on(failed[0])}it gave something {kind}: {what}")
     places = _places(error, locate)
     if kind == "NotImplementedError" and (not message or "raise NotImplementedError" in "".join(places[-1:])):
         return CheckEnded(Verdict.NOT_ATTEMPTED, "a part of it is still to be written", details=places)

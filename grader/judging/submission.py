@@ -102,7 +102,7 @@ def _from_bytes(path: Path, data: bytes, module: str, trusted: bool) -> Submissi
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise UnreadableError(f"{path} is not text in UTF-8") from None
+            raise UnreadableError(f"{path} is not text in UTF-8: save it as that") from None
         refuse_endless_source(path, text)
         try:
             cells = tuple(read_cells(path, tolerant=path.suffix == ".ipynb", text=text))
@@ -165,11 +165,13 @@ def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
                     for leaf in ast.walk(target):
                         if isinstance(leaf, ast.Name):
                             yield leaf.id, node
+            case ast.Expr(value=ast.NamedExpr(target=ast.Name(id=name))):
+                yield name, node
             case ast.ImportFrom() if (node.module or "").split(".")[0] not in COURSE_PACKAGES:
                 for alias in node.names:
                     yield alias.asname or alias.name, node
-            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
-                handlers = [part.body for part in getattr(node, "handlers", [])]
+            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While() | ast.Match():
+                handlers = [part.body for part in getattr(node, "handlers", getattr(node, "cases", []))]
                 parts = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")] + handlers
                 left += [inner for part in parts for inner in part][::-1]
 

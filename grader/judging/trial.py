@@ -253,8 +253,8 @@ class Trial:
 
     @cached_property
     def apart(self) -> "Trial":
-        """The same trial anew, in which every run has ranks of its own."""
-        return self._with(self.layout)
+        """The same trial anew, in which every run has ranks of its own, and inputs that none has seen."""
+        return self._with(self.layout, seed=derived_seed(self._seed, "apart"))
 
     @property
     def as_the_world(self) -> "Trial":

@@ -7,11 +7,12 @@ What holds, and for whom:
 
 - Always. The judge runs, imports and unpickles nothing of a submission; it compares what arrives as data
   with numbers that never were in a rank. The clock and the limits are kept outside the ranks, and what the
-  ranks have started ends with their run. Inputs are drawn anew for every grading.
-- Shut in. The kernel keeps out of reach: the reference, its history, the checks, other people's files and
-  sockets, the judge's processes and variables, the network, and every place to write but two fresh folders,
-  which exercises that are lent a part of the reference share with no others (with a GPU also what a process
-  may change of itself in /proc: CUDA names its threads there). No process outlives its server.
+  ranks have started ends with their run. Inputs are drawn anew for every grading, and for a second try.
+- Shut in. The kernel keeps out of reach: the reference, its history, the checks, other people's sockets and
+  files (but those beside the submission: a class hands in a folder each), the judge's processes and
+  variables, the network, and every place to write but two fresh folders, which exercises that are lent a
+  part of the reference share with no others (with a GPU also what a process may change of itself in /proc:
+  CUDA names its threads there). No process outlives its server, and none holds a lease on a file.
   Who grades as root has ranks that are root in name: no capability, no device, no setting of the kernel.
 - Not shut in. grader.beside.tampering refuses what a person would try: opening, importing or printing the
   reference. Code that calls the C library, or what opens files in C++ such as torch.from_file, or a program
@@ -22,7 +23,8 @@ What holds, and for whom:
   still compute the right values; calls of torch.distributed that the recorder missed are noticed by their
   number, and replaced tools by their identity. Lesson 07 alone changes messages on their way, to see whether
   what comes out came by them. A copy of somebody's answer is an answer: nothing here tells who wrote it.
-  Whoever grades for a certificate reads the code as well.
+  Two gradings at one time on one machine can signal to each other, by locks or by load; one grading's
+  exercises that are lent something run after the others. Whoever grades for a certificate reads the code.
 - On the learner's own machine the learner owns everything, this file too: such a score is formative.
 """
 

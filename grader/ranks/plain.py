@@ -25,6 +25,11 @@ take forty times as much memory."""
 MAX_DEPTH = 50
 MAX_DIGITS = 300
 """Of a whole number: what is larger has no place among floats, and no quantity of this course comes near."""
+DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
+"""Of the tensors that travel: what an exercise returns has one of these, and torch compares them all."""
 IS_KEY = object()
 """Stands in a place for "a key of"."""
 SMALL = (bool, str, float, type(None))
@@ -156,6 +161,8 @@ def _name(where: Any) -> str:
 
 
 def _store(tensor: Tensor, tensors: list[Tensor], where: Any) -> int:
+    if tensor.dtype not in DTYPES:
+        raise NotPlainError(f"{_name(where)} is a tensor of {tensor.dtype}")
     tensors.append(tensor.detach() if _is_plain(tensor) else _made_plain(tensor, where))
     return len(tensors) - 1
 

@@ -127,6 +127,7 @@ class Server:
                 "OMP_NUM_THREADS": "1",
                 "MPLBACKEND": "Agg",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "TORCH_COMPILE_DISABLE": "1",  # it would take longer than all checks together
                 **FORKS_ON_MACOS,
                 MARK: self._mark,
             },

@@ -104,6 +104,7 @@ def supervise(judge: socket.socket, guard: Guard) -> None:
     _, body = receive_frame(judge)
     header = json.loads(body)
     shared = SharedMemory()
+    _make_whole([*FRESH] if header["shut_in"] else [], tempfile.gettempdir())
     directory = Path(tempfile.mkdtemp(prefix="scale-by-hand-"))
     run = _Run(judge, header, directory, guard)
     try:
@@ -118,6 +119,15 @@ def supervise(judge: socket.socket, guard: Guard) -> None:
         run.segments.remove()
     if run.ended != "let go":
         run.report()
+
+
+def _make_whole(fresh: list[str], own: str) -> None:
+    """The folders as they were at first: a run before may have closed them, or removed the server's own."""
+    for folder in fresh:
+        os.chmod(folder, 0o1777)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(own)
+    os.chmod(own, 0o700)
 
 
 @dataclass
