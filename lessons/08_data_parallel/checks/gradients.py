@@ -14,6 +14,7 @@ from lessons_shared.infinite import require_shown
 from .means import (
     BOTH,
     NOTHING_AVERAGED,
+    REDUCTIONS,
     draw_passes,
     expected_gradients,
     require_bytes,
@@ -349,20 +350,48 @@ def every_gradient_is_sent_once(trial: Trial) -> None:
         require_bytes(trial, r, result["recording"], size)
 
 
+def mostly_frozen() -> nn.Sequential:
+    """Two layers in bfloat16; the first, which is twice as large, is frozen."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)).to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    return model
+
+
 def average_in_16_bits(rank: Any) -> Recording:
-    """What travels where all gradients are in bfloat16."""
-    model = nn.Linear(32, 16).to(rank.device, torch.bfloat16)
-    for parameter in model.parameters():
+    """What travels where all gradients are in bfloat16, and most of the model is frozen."""
+    model = mostly_frozen().to(rank.device)
+    for parameter in model[1].parameters():
         parameter.grad = torch.ones_like(parameter)
     with rank.record() as recording:
         rank.submission.all_reduce_gradients(model, rank.group)
     return recording
 
 
+def observe_16_bits(trial: Trial) -> list[Recording]:
+    return trial.run(average_in_16_bits)
+
+
+@check("all_reduce_gradients", world_sizes=(2,), subgroup=False)
+def frozen_weights_do_not_travel(trial: Trial) -> None:
+    """Where two thirds of a model are frozen, a third travels: a frozen weight has no place in a buffer."""
+    frozen, trained = (sum(p.numel() for p in layer.parameters()) for layer in mostly_frozen())
+    for r, recording in enumerate(trial.once(observe_16_bits)):
+        reduced = sum(e.num_elements for e in recording.select() if e.kind in REDUCTIONS)
+        trial.require(
+            reduced < trained + frozen // 2,
+            f"{reduced} numbers were reduced, the gradients have {trained}, and frozen weights {frozen}",
+            cause="the frozen weights travel as well, or places for them"
+            if reduced == trained + frozen
+            else "",
+            help="Make the buffer as long as the parameters that have requires_grad, and send no more of it.",
+            rank=r,
+        )
+
+
 @check("all_reduce_gradients", world_sizes=(2,), subgroup=False)
 def gradients_travel_in_their_dtype(trial: Trial) -> None:
     """Gradients in bfloat16 travel as bfloat16: as float32 they would be twice the bytes."""
-    for r, recording in enumerate(trial.run(average_in_16_bits)):
+    for r, recording in enumerate(trial.once(observe_16_bits)):
         large = {event.dtype for event in recording.select() if event.num_elements >= 16}
         trial.require(
             large <= {"bfloat16"},

@@ -208,13 +208,16 @@ def sizes_of(passes: list[list[tuple]]) -> list[int]:
     return [sum(len(batches[r][0]) for batches in passes) for r in range(len(passes[0]))]
 
 
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
+
+
 def require_bytes(trial: Trial, rank: int, recording: Any, size: int, what: str = "the gradients") -> None:
     """Reductions see each gradient once; a reduce-scatter and an all-gather are as good.
 
     An all-to-all whose parts are summed is a reduce-scatter.
     """
     slack = 128 + size // 8  # flags, lengths, padding
-    reduced = sum(recording.bytes(kind) for kind in ("all_reduce", "reduce_scatter", "reduce", "all_to_all"))
+    reduced = sum(recording.bytes(kind) for kind in REDUCTIONS)
     gathered = recording.bytes("all_gather") + recording.bytes("gather")
     trial.require(
         gathered <= size + slack,
