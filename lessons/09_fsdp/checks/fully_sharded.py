@@ -471,10 +471,13 @@ WHOLE_FROZEN = "the frozen parameters are whole on every rank"
 
 @check("FullySharded", world_sizes=(2, 3))
 def parameters_are_this_ranks_shards(trial: Trial) -> None:
-    """parameters() are this rank's shards: P/n numbers, give or take the largest parameter."""
+    """parameters() are this rank's shards: P/n numbers, give or take the largest parameter of each unit."""
     seen, n = trial.once(observe_training), trial.num_ranks
-    sizes = [p.numel() for p in seen.starts[0].parameters()]
-    total, largest = sum(sizes), max(sizes)
+    model = seen.starts[0]
+    sizes = [p.numel() for p in model.parameters()]
+    outside = max(p.numel() for name, p in model.named_parameters() if ".h." not in name)
+    largest = outside + sum(max(p.numel() for p in block.parameters()) for block in model.transformer.h)
+    total = sum(sizes)
     counts = [sum(result["shards"]) for result in seen.results]
     most = total / n + largest + n * len(sizes)
     for r, result in enumerate(seen.results):

@@ -17,12 +17,12 @@ def a_forward_without_backward_frees_the_rest(trial: Trial) -> None:
         ("evaluated", "in evaluation mode", table, AT_ITS_END),
         ("validated", "in training mode", f"{table}; in evaluation mode it was freed", BY_BACKWARD),
     ):
-        for r, result in enumerate(seen.results):
+        for r, (result, share) in enumerate(zip(seen.results, seen.shares, strict=True)):
             alive = result["step"].alive(when)
             trial.require(
-                alive <= seen.share + seen.table / 3,
+                alive <= share + seen.table / 3,
                 f"of a GPT with a large token table {alive:,} bytes are alive on it after a forward under "
-                f"no_grad {told}; its shards have {seen.share:,}",
+                f"no_grad {told}; its shards have {share:,}",
                 cause=cause,
                 help=help,
                 rank=r,

@@ -421,7 +421,7 @@ def measure(rank: Any, seed: int, steps: list[Tensor]) -> dict:
         now = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
         held = [storage for each in old if (storage := each()) is not None and storage.data_ptr() not in now]
         state = optimizer.state_dict()
-    uneven = {order: state_of_uneven(rank, sizes) for order, sizes in uneven_sizes(rank.num_ranks).items()}
+    uneven = [step_uneven(rank, sizes) for sizes in uneven_sizes(rank.num_ranks).values()]
     return {
         "recording": recording,
         "state": bytes_of_state(state),
@@ -436,25 +436,41 @@ def bytes_of_state(state: dict) -> int:
 
 NUM_LARGE, LARGE = 12, 512
 """Parameters of which a share by the number of parameters is no share by size, and the elements of each."""
+NUM_SMALL, SMALL_ONE = 60, 63
+"""Parameters that are small and many, and the elements of each: neither 2 nor 4 divides them."""
+MANY_SMALL = f"{NUM_SMALL} parameters have {SMALL_ONE} numbers each"
+EACH_OTHER = f"{NUM_LARGE} parameters have each another size"
 
 
 def uneven_sizes(n: int) -> dict[str, list[int]]:
-    """The sizes of parameters of which one in n is large, by where the large ones stand."""
+    """The sizes of parameters that are not dealt out evenly by their number, by shape, or if they divide."""
+    num = n * NUM_LARGE
     return {
-        f"the first of every {n}": [LARGE, *[1] * (n - 1)] * NUM_LARGE,
-        f"the first {NUM_LARGE}": [LARGE] * NUM_LARGE + [1] * ((n - 1) * NUM_LARGE),
+        f"of {num} parameters {NUM_LARGE} are large, the first of every {n}": (
+            [LARGE, *[1] * (n - 1)] * NUM_LARGE
+        ),
+        f"of {num} parameters {NUM_LARGE} are large, the first {NUM_LARGE}": (
+            [LARGE] * NUM_LARGE + [1] * (num - NUM_LARGE)
+        ),
+        MANY_SMALL: [SMALL_ONE] * NUM_SMALL,
+        EACH_OTHER: [LARGE - i for i in range(NUM_LARGE)],
     }
 
 
-def state_of_uneven(rank: Any, sizes: list[int]) -> int:
-    """Bytes of AdamW's state after a step."""
-    parameters = [nn.Parameter(torch.ones(size, device=rank.device)) for size in sizes]
+def of_sizes(sizes: list[int]) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.ones(size)) for size in sizes])
+
+
+def step_uneven(rank: Any, sizes: list[int]) -> dict:
+    """Bytes of AdamW's state after a step, and what the step sent."""
+    parameters = of_sizes(sizes).to(rank.device)
     optimizer = rank.submission.ShardedOptimizer(parameters, AdamW, rank.group, lr=0.01)
     optimizer.zero_grad()
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return bytes_of_state(optimizer.state_dict())
+    with rank.record() as recording:
+        optimizer.step()
+    return {"state": bytes_of_state(optimizer.state_dict()), "recording": recording}
 
 
 def observe_memory(trial: Trial) -> SimpleNamespace:
@@ -511,23 +527,44 @@ WHO_HOLDS = (
 
 @check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)
 def shares_are_even_where_sizes_are_not(trial: Trial) -> None:
-    """Of parameters of which one in n is large, no rank has more than its share and one large one."""
+    """Where sizes differ, or are small or odd, no rank has more than its share and the largest parameter."""
     seen, n = trial.once(observe_memory), trial.num_ranks
-    for order, sizes in uneven_sizes(n).items():
+    for i, (told, sizes) in enumerate(uneven_sizes(n).items()):
         size = 4 * sum(sizes)
-        states = [result["uneven"][order] for result in seen.results]
+        states = [result["uneven"][i]["state"] for result in seen.results]
+        cause, help = why_uneven(told, states, 2 * size)
         for r, state in enumerate(states):
             trial.require(
-                state <= 3 * (size // n + 4 * LARGE) + SMALL,
-                f"of {len(sizes)} parameters {NUM_LARGE} are large, {order}: its state_dict() holds "
-                f"{state:,} bytes, and the state of all {size:,} bytes of weights is {2 * size:,}",
-                help="Deal out elements, or whole parameters to the rank that has the fewest so far.",
+                state <= 3 * (size // n + 4 * max(sizes)) + SMALL,
+                f"{told}: its state_dict() holds {state:,} bytes, and the state of all {size:,} bytes of "
+                f"weights is {2 * size:,}",
+                help=help,
                 rank=r,
-                cause=""
-                if min(states) == max(states)
-                else "parameters are dealt out by their number, not by their size: the ranks' states have "
-                f"{', '.join(map(str, states))} bytes",
+                cause=cause,
             )
+
+
+def why_uneven(told: str, states: list[int], whole: int) -> tuple[str, str]:
+    """The cause where a rank has more than a share of these parameters' state, and what to do."""
+    deal = "Deal out elements, or whole parameters to the rank that has the fewest so far."
+    if min(states) >= whole:
+        return (
+            "every rank keeps the state of all of them",
+            "Cut every parameter, whatever its size and shape: pad what n does not divide.",
+        )
+    if told == EACH_OTHER and states == [whole, *[0] * (len(states) - 1)]:
+        return (
+            "rank 0 has them all: are parameters of one shape dealt out in turns? Of each shape the first is "
+            "rank 0's, and here each is the first",
+            deal,
+        )
+    if told in (MANY_SMALL, EACH_OTHER) or min(states) == max(states):
+        return "", deal
+    return (
+        "parameters are dealt out by their number, not by their size: the ranks' states have "
+        f"{', '.join(map(str, states))} bytes",
+        deal,
+    )
 
 
 @check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)
@@ -538,6 +575,10 @@ def two_p_elements_travel(trial: Trial) -> None:
         require_travelled(
             trial, r, result["recording"], seen.model, 2, what="backward and step", after="second step"
         )
+        for uneven, (told, sizes) in zip(
+            result["uneven"], uneven_sizes(trial.num_ranks).items(), strict=True
+        ):
+            require_travelled(trial, r, uneven["recording"], of_sizes(sizes), 2, what=f"a step, where {told}")
 
 
 @check("ShardedOptimizer", world_sizes=(2, 4), subgroup=False)

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from grader.checks import Trial, check, settle
-from lessons_shared.cut_gpt import local
 from nanogpt.model import GPT
 
 from .models import DEEP, SHORT, build, bytes_of, deep_gpt, short_gpt
 from .runs import run
-from .wire import SMALL, padded_bytes, require_travelled, travelled
+from .wire import SMALL, own_bytes, padded_bytes, require_travelled, share_bytes, travelled
 
 
 def watch(model: nn.Module, recording: Any) -> list[str]:
@@ -93,11 +92,11 @@ def measure(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
         del loss
         settle()
         step.mark("later after")
-    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
     return {
         "activations": activations,
         "step": step,
-        "gradients": sum(g.numel() * g.element_size() for g in gradients),
+        "own": own_bytes(sharded.parameters()),
+        "gradients": own_bytes(p.grad for p in sharded.parameters()),
     }
 
 
@@ -107,13 +106,16 @@ def observe(trial: Trial) -> SimpleNamespace:
     block = bytes_of(model.transformer.h[0])
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     results = run(trial, measure, trial.seed(), batch)
+    shares = share_bytes([result["own"] for result in results], padded_bytes(model, n))
     return SimpleNamespace(
-        results=[{**result, "activations": results[0]["activations"]} for result in results],
+        results=[
+            {**result, "activations": results[0]["activations"], "share": share + largest}
+            for result, share in zip(results, shares, strict=True)
+        ],
         model=model,
         num_blocks=DEEP.n_layer,
         block=block,
         outside=bytes_of(model) - DEEP.n_layer * block,
-        share=padded_bytes(model, n) // n + largest,
     )
 
 
@@ -127,7 +129,7 @@ FREE_THE_WEIGHTS = (
 
 def kept(seen: Any, result: dict) -> bool:
     """Whether most blocks' weights were still there between forward and backward."""
-    alive = result["step"].alive("between") - seen.share - result["activations"] - 2 * seen.outside
+    alive = result["step"].alive("between") - result["share"] - result["activations"] - 2 * seen.outside
     return alive > 0.6 * seen.num_blocks * seen.block
 
 
@@ -163,11 +165,11 @@ def only_shards_at_rest(trial: Trial) -> None:
             ),
             ("validated", "after a forward under no_grad in training mode", FREE_EVERY_BLOCK),
         ):
-            alive = result["step"].alive(when)
+            alive, share = result["step"].alive(when), result["share"]
             trial.require(
-                alive <= seen.share + 2 * seen.outside + SMALL,
-                f"{told} {blocks(seen, alive - seen.share)} are alive on it beside its share of the weights, "
-                f"{seen.share:,}",
+                alive <= share + 2 * seen.outside + SMALL,
+                f"{told} {blocks(seen, alive - share)} are alive on it beside its share of the weights, "
+                f"{share:,}",
                 help=help,
                 rank=r,
                 cause="whole weights are still there" if alive >= bytes_of(seen.model) else "",
@@ -194,7 +196,7 @@ def blocks_are_freed_after_forward(trial: Trial) -> None:
     """Between forward and backward no block is whole: what autograd keeps are activations."""
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
-        alive = result["step"].alive("between") - seen.share - result["activations"] - 2 * seen.outside
+        alive = result["step"].alive("between") - result["share"] - result["activations"] - 2 * seen.outside
         last = last_kept(seen, result) and not kept(seen, result)
         trial.require(
             alive <= 0.2 * seen.block + SMALL,
@@ -224,7 +226,7 @@ def never_more_than_two_blocks_forward(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         alive_at = result["step"].alive_at
         at = {name: size for name, size in alive_at.items() if name.startswith("evaluation ")}
-        most = max([*at.values(), 0]) - seen.share - 2 * seen.outside
+        most = max([*at.values(), 0]) - result["share"] - 2 * seen.outside
         trial.require(
             most <= 3.2 * seen.block + SMALL,  # one that is gathered may stand in a buffer and in its tensors
             f"while a block computes, besides the shards {blocks(seen, most)} are alive on it",
@@ -245,7 +247,7 @@ def never_more_than_two_blocks_backward(trial: Trial) -> None:
             if f"backward {number}" not in at:
                 continue
             activations = result["activations"] * (number + 2) / seen.num_blocks
-            alive = at[f"backward {number}"] - 2 * seen.share - activations - 4 * seen.outside
+            alive = at[f"backward {number}"] - 2 * result["share"] - activations - 4 * seen.outside
             if number == seen.num_blocks - 1 and not cause and alive > 0.6 * seen.num_blocks * seen.block:
                 cause = "everything is gathered again at once"
             trial.require(
@@ -264,7 +266,7 @@ def only_shards_after_backward(trial: Trial) -> None:
     """After backward a rank has its shards and their gradients, 2P/n numbers, and nothing else."""
     seen = trial.once(observe)
     for r, result in enumerate(seen.results):
-        alive = result["step"].alive("after") - 2 * seen.share - 2 * seen.outside
+        alive = result["step"].alive("after") - 2 * result["share"] - 2 * seen.outside
         trial.require(
             alive <= seen.block + SMALL,
             f"after backward, besides shards and their gradients {blocks(seen, alive)} are alive on it",
@@ -274,9 +276,9 @@ def only_shards_after_backward(trial: Trial) -> None:
         help = "Each backward frees what it has gathered, and all whole gradients."
         require_as_in_the_first_step(trial, r, "backward", "after", help)
         trial.require(
-            result["gradients"] <= seen.share,
+            result["gradients"] <= result["share"],
             f"the .grad of parameters() are {blocks(seen, result['gradients'])}: the share is "
-            f"{seen.share:,} bytes",
+            f"{result['share']:,} bytes",
             help="A shard's .grad has the shard's size.",
             rank=r,
         )
@@ -313,31 +315,29 @@ def measure_wordy(rank: Any, seed: int, batch: tuple[Tensor, Tensor]) -> dict:
             settle()
             step.mark(mark)
         gradients = measure_backward(sharded, step, batch)
-    return {"step": step, "gradients": gradients}
+    return {"step": step, "own": own_bytes(sharded.parameters()), "gradients": gradients}
 
 
 def observe_wordy(trial: Trial) -> SimpleNamespace:
     batch = (trial.tokens(WORDS, 1, 2), trial.tokens(WORDS, 1, 2))
     model = build(wordy_gpt, 0)
-    return SimpleNamespace(
-        results=run(trial, measure_wordy, trial.seed(), batch),
-        table=bytes_of(model.transformer.wte),
-        share=padded_bytes(model, trial.num_ranks) // trial.num_ranks,
-    )
+    results = run(trial, measure_wordy, trial.seed(), batch)
+    shares = share_bytes([result["own"] for result in results], padded_bytes(model, trial.num_ranks))
+    return SimpleNamespace(results=results, shares=shares, table=bytes_of(model.transformer.wte))
 
 
 def require_the_rest_freed(trial: Trial) -> None:
     """What lies outside the blocks is whole neither before a step nor after its backward."""
     seen = trial.once(observe_wordy)
-    for r, result in enumerate(seen.results):
+    for r, (result, share) in enumerate(zip(seen.results, seen.shares, strict=True)):
         before, after = (result["step"].alive(when) for when in ("before", "after"))
         for told, what, alive, allowed, help in (
-            ("after the constructor", "", before, seen.share, "Cut and empty it as you do the blocks."),
+            ("after the constructor", "", before, share, "Cut and empty it as you do the blocks."),
             (
                 "after backward",
                 " or its gradient",
                 after,
-                seen.share + result["gradients"],
+                share + result["gradients"],
                 "When backward is over, reduce its gradients and free it, as you do with a block.",
             ),
         ):
@@ -381,8 +381,7 @@ def measure_backward(sharded: nn.Module, step: Any, batch: tuple[Tensor, Tensor]
     del loss
     settle()
     step.mark("after")
-    gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
-    return sum(g.numel() * g.element_size() for g in gradients)
+    return own_bytes(p.grad for p in sharded.parameters())
 
 
 @dataclass(frozen=True)

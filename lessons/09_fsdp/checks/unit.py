@@ -10,7 +10,7 @@ from grader.checks import CheckEnded, Fault, Trial, Verdict, check, exercise, of
 
 from .runs import NOTHING_LEFT
 from .units import FROZEN, SHAPES, copies, draw_tensors, make_parameters
-from .wire import SMALL
+from .wire import SMALL, own_bytes, share_bytes
 
 exercise(
     "ShardedUnit",
@@ -207,7 +207,27 @@ def look_at_memory(rank: Any, tensor: Tensor, x: Tensor) -> dict:
         weight.grad = None
         settle()
         recording.mark("in the end")
-    return {"recording": recording, "gradient": x.grad.clone(), "left": left}
+    return {
+        "recording": recording,
+        "gradient": x.grad.clone(),
+        "left": left,
+        "own": own_bytes(unit.shards),
+        "uneven": shards_of_uneven(rank),
+    }
+
+
+NUM_LARGE, LARGE = 6, 65
+"""How many of a unit's parameters are large, one in n, and the numbers of each: odd, n does not divide it."""
+
+
+def uneven_sizes(n: int) -> list[int]:
+    return [LARGE, *[1] * (n - 1)] * NUM_LARGE
+
+
+def shards_of_uneven(rank: Any) -> int:
+    """How many numbers the shards have of parameters of which one in n is large."""
+    given = [nn.Parameter(torch.ones(size, device=rank.device)) for size in uneven_sizes(rank.num_ranks)]
+    return sum(shard.numel() for shard in rank.submission.ShardedUnit(given, rank.group).shards)
 
 
 FILLED_ELSEWHERE = (
@@ -232,8 +252,8 @@ def observe_memory(trial: Trial) -> SimpleNamespace:
 def freed_memory_is_gone(trial: Trial) -> None:
     """After the constructor, and after free(), a rank has its share in memory, and the whole is gone."""
     seen = trial.once(observe_memory)
-    share = seen.size // trial.num_ranks
-    for r, result in enumerate(seen.results):
+    shares = share_bytes([result["own"] for result in seen.results], seen.size)
+    for r, (result, share) in enumerate(zip(seen.results, shares, strict=True)):
         recording = result["recording"]
         for when, told in (
             ("at rest", "after the constructor"),
@@ -253,9 +273,33 @@ def freed_memory_is_gone(trial: Trial) -> None:
                 cause=beside(alive - share, share, seen.size)
                 if elsewhere
                 else "the whole weight is still there"
-                if alive >= seen.size
+                if share < seen.size <= alive
                 else "",
             )
+
+
+@check("ShardedUnit", world_sizes=(2, 4), subgroup=False)
+def shards_are_even_where_sizes_are_not(trial: Trial) -> None:
+    """Of parameters of which one in n is large, no rank's shards have more than an n-th and one large one."""
+    n = trial.num_ranks
+    sizes = uneven_sizes(n)
+    counts = [result["uneven"] for result in trial.once(observe_memory).results]
+    cause, help = "", "Cut what they have together, or give each to the rank with the fewest numbers."
+    if counts == [sum(sizes[r::n]) for r in range(n)]:
+        told = ", ".join(map(str, counts))
+        cause = f"they are dealt out in turns, whatever their size: the ranks' shards have {told}"
+    elif min(counts) >= sum(sizes):
+        cause = "every rank keeps all of them whole"
+        help = "Cut every parameter, whatever its size: pad what n does not divide."
+    for r, count in enumerate(counts):
+        trial.require(
+            count <= sum(sizes) / n + LARGE,
+            f"of {len(sizes)} parameters the first of every {n} has {LARGE} numbers, and the others one: its "
+            f"shards have {count}, and an n-th of all {sum(sizes)} is {sum(sizes) / n:.0f}",
+            help=help,
+            rank=r,
+            cause=cause,
+        )
 
 
 def beside(kept: int, share: int, size: int) -> str:

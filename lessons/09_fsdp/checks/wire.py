@@ -1,11 +1,13 @@
 """What travels: how much of a tensor's (n-1)/n goes over the wire in collectives, however they are called."""
 
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from grader.checks import Trial
+from lessons_shared.cut_gpt import local
 
 SMALL = 2048
 """Bytes of flags, lengths and losses that nobody minds."""
@@ -38,6 +40,21 @@ def padded_bytes(model: nn.Module, n: int) -> int:
     return total
 
 
+def own_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """On a rank, the bytes of its part of these tensors; None has none."""
+    return sum(local(t).numel() * t.element_size() for t in tensors if t is not None)
+
+
+def share_bytes(own: Sequence[int], whole: int) -> list[int]:
+    """By rank, the bytes of its share: an n-th, or more if whole parameters went to it and not to another.
+
+    `own` are the bytes of each rank's shards. Where the ranks together have more than `whole`, some is there
+    twice, and a share is an n-th.
+    """
+    even = whole // len(own)
+    return [max(each, even) if sum(own) <= whole else even for each in own]
+
+
 def require_travelled(
     trial: Trial,
     rank: int,
@@ -62,6 +79,8 @@ def require_travelled(
         )
     elif seen.gathered > most - size:
         cause = "more was gathered than the new weights of each share"
+    elif seen.reduced > most - (times - 1) * size:
+        cause = "more was reduced than every gradient once"
     trial.require(
         seen.total <= most,
         f"{seen.total} bytes of tensors travelled in {what} (an all-reduce counts twice): {told}",
