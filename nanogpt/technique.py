@@ -64,6 +64,9 @@ def weighed(mean: Tensor, weight: Tensor) -> Tensor:
 class Accumulation(Technique):
     """Adds up the gradient of a batch in micro-batches. The base class is the loop that everyone writes."""
 
+    def check(self) -> None:
+        """Raise a ValueError of one sentence if this cannot train a model whose ranks share out the batch."""
+
     def accumulate(self, module: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
         """Add to `.grad` what one pass over all of (b, s) would add; the detached mean loss.
 

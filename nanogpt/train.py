@@ -77,7 +77,8 @@ def techniques(config: TrainConfig, place: Place) -> Techniques:
     """The techniques that the options name, by whom they name.
 
     Raises:
-        ValueError: there is none of that name, or the file does not define what it needs.
+        ValueError: there is none of that name, the file does not define what it needs, or they do not go
+            together.
     """
     sizes = {} if config.parallel is None else combined.read_sizes(config.parallel, place.num_ranks)
     ways = {name: find_technique("PARALLEL", name) for name in sizes}
@@ -85,6 +86,8 @@ def techniques(config: TrainConfig, place: Place) -> Techniques:
     found = {table: find_technique(table, name) for table, name in others.items() if name is not None}
     whose = implementations(config.implementation, [*ways.values(), *found.values()], tell=place.rank == 0)
     chosen = {table.lower(): adapter(whose[adapter]) for table, (adapter, _) in found.items()}
+    if "accumulate" in chosen and any(adapter.axis == "data" for adapter, _ in ways.values()):
+        chosen["accumulate"].check()
     if ways:
         by_name = {name: (adapter, whose[adapter]) for name, (adapter, _) in ways.items()}
         chosen["parallel"] = combined.on_axes(sizes, by_name, place.device.type)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanogpt.model import GPTConfig
+from nanogpt.model import GPT, GPTConfig
 from nanogpt.technique import Accumulation
 from solutions.flops_and_memory import activation_bytes, count_parameters, model_state_bytes
 
@@ -25,6 +25,9 @@ def accumulate_gradients(model: nn.Module, inputs: Tensor, targets: Tensor, num_
     Afterwards `.grad` is what `model(inputs, targets)[1].backward()` would have made it; a frozen parameter
     keeps its None. At most one micro-batch's activations are alive at once. Inputs, targets, weights
     and the training mode are left alone.
+
+    An extra that earns a star: hooks that take each gradient away as soon as it is in `.grad`, as ZeRO's do
+    (`register_post_accumulate_grad_hook`), have taken the same in all.
 
     Args:
         model: called like a GPT: `model(rows, goals)` gives logits and the mean loss over those of its
@@ -122,6 +125,35 @@ class MicrobatchAccumulation(Accumulation):
     """`--accumulate k`: the learner's loop over micro-batches; PyTorch has none but the plain one."""
 
     exercises = ("accumulate_gradients",)
+
+    def check(self) -> None:
+        """Raise a ValueError unless hooks that take each gradient away get the gradient of one pass."""
+        if self.implementation is None:
+            return
+        model = GPT(GPTConfig(block_size=2, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
+        inputs, targets = torch.tensor([[[0, 1], [2, 3]], [[1, 2], [3, 4]]])
+        model(inputs, targets)[1].backward()
+        expected = {parameter: parameter.grad for parameter in model.parameters()}
+        model.zero_grad()
+        taken = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+
+        def take(parameter: nn.Parameter) -> None:
+            taken[parameter] += parameter.grad
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(take)
+        try:
+            self.implementation.accumulate_gradients(model, inputs, targets, 2)
+        except Exception as error:
+            error.add_note("Tried on a model whose hooks set .grad to None once backward() has added to it.")
+            raise
+        if not all(torch.allclose(taken[p], gradient, atol=1e-5) for p, gradient in expected.items()):
+            raise ValueError(
+                "--accumulate with --parallel: hooks send a gradient away once backward() has added it, and "
+                "what this accumulate_gradients gives them is not the gradient of one pass: scale each "
+                "micro-batch's loss before its backward(), and let backward() alone change .grad"
+            )
 
     def accumulate(self, module: nn.Module, inputs: Tensor, targets: Tensor, num_microbatches: int) -> Tensor:
         """Add to `.grad` what one pass over all of (b, s) would add; the detached mean loss."""

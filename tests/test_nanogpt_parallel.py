@@ -175,6 +175,26 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
 
+SCALES_IN_THE_END = """
+def accumulate_gradients(model, inputs, targets, num_microbatches):
+    for rows, goals in zip(inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches)):
+        (model(rows, goals)[1] * goals.numel()).backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= targets.numel()
+"""
+SUMS_BY_HAND = """
+import torch
+
+def accumulate_gradients(model, inputs, targets, num_microbatches):
+    weights = list(model.parameters())
+    for rows, goals in zip(inputs.tensor_split(num_microbatches), targets.tensor_split(num_microbatches)):
+        loss = model(rows, goals)[1] * goals.numel() / targets.numel()
+        for p, gradient in zip(weights, torch.autograd.grad(loss, weights)):
+            p.grad = gradient if p.grad is None else p.grad + gradient
+"""
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("options", "says"),
@@ -187,6 +207,14 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
             "cell 1, line 1 failed with NameError",
         ),
         (["--parallel", "data_parallel", "--implementation", "broken.py"], "line 1"),
+        (
+            ["--parallel", "zero3", "--accumulate", "2", "--implementation", "scales.py"],
+            "scale each micro-batch's loss before its backward()",
+        ),
+        (
+            ["--parallel", "data_parallel", "--accumulate", "2", "--implementation", "by_hand.py"],
+            "let backward() alone change .grad",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_one_sentence(
@@ -196,6 +224,8 @@ def test_what_cannot_be_trained_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("empty.py").touch()
     Path("broken.py").write_text("def f(:")
+    Path("scales.py").write_text(SCALES_IN_THE_END)
+    Path("by_hand.py").write_text(SUMS_BY_HAND)
     failed = nbformat.v4.new_code_cell("class DataParallel(undefined):\n    pass")
     nbformat.write(nbformat.v4.new_notebook(cells=[failed]), "failed.ipynb")
     try:
