@@ -1,6 +1,6 @@
 """Checks of `chunked_cross_entropy`: the loss of a head whose logits never exist all at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -319,8 +319,8 @@ def rounded(actual: Any, expected: Tensor) -> dict[str, Tensor | Fault]:
     """The cause of a float64 that differs from what is expected by as much as a float32 is rounded."""
     exact = isinstance(actual, Tensor) and expected.dtype == torch.float64
     step = (
-        "Leave logits and sums in the dtype of x: without .float(), and with x.new_zeros(()). Whole numbers "
-        "that are divided by each other go .to(x.dtype) before."
+        "What you widen, widen to torch.promote_types(x.dtype, torch.float32), which leaves float64 as it "
+        "is. Whole numbers that are divided by each other go .to(x.dtype) before."
     )
     return {ROUNDED: Fault(actual, step)} if exact and is_close(actual, expected, rtol=1e-5) else {}
 
@@ -501,3 +501,40 @@ def product_is_computed_at_most_twice(trial: Trial) -> None:
         if twice
         else "Each chunk is computed again once. A checkpoint inside another computes it a third time.",
     )
+
+
+def added_in_bfloat16(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    """The loss whose sum, and whose gradient of weight, are rounded with every chunk."""
+    total = x.new_zeros(())
+    for rows, goals in chunks(x, targets, size):
+        total = total + F.cross_entropy(rows @ weight.T, goals, ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum()
+
+
+@check("chunked_cross_entropy", optional=True)
+def small_chunks_in_bfloat16(trial: Trial) -> None:
+    """In bfloat16, many small chunks round the loss and the gradient of weight no more than one does."""
+    x, weight, targets = inputs(trial, 1000, 8, 40)
+    given = (x / 8**0.5).bfloat16(), weight.bfloat16()
+    mine = trial.run(step, "mine", 1, 1.0, (True, True), False, *given, targets)[0]
+
+    def of(function: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in given]
+        loss = function(*leaves, targets, 1)
+        return loss.detach(), torch.autograd.grad(loss, leaves)[1]
+
+    told = f"in bfloat16, with {len(x)} chunks of one token,"
+    found = {f"the loss {told}": mine["loss"], f"the gradient of weight {told}": mine["gradients"][1]}
+    true, rough = of(whole, torch.float64), of(added_in_bfloat16, torch.bfloat16)
+    for number, (what, value) in enumerate(found.items()):
+        added = ("losses", "gradients of weight")[number]
+        cause = f"the chunks' {added} are added in bfloat16: once the sum is large, it hardly grows any more"
+        trial.close(
+            what,
+            value,
+            true[number],
+            rtol=0.012,
+            alternatives={cause: rough[number]},
+            help="Add up in torch.promote_types(x.dtype, torch.float32): losses as they come, and gradients "
+            "by handing each chunk a weight that is widened once, and rounded again inside.",
+        )
