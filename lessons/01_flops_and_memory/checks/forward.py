@@ -68,7 +68,13 @@ def mlp_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:
         "its addition count as one"
     )
     wide = "the MLP is 4h wide inside"
-    return {half: right / 2, wide: right / 4, f"{wide}, and so both layers are large": right * 5 / 8}
+    gelu = "GELU's numbers are counted, 4h a token in each layer: only products are"
+    return {
+        half: right / 2,
+        wide: right / 4,
+        f"{wide}, and so both layers are large": right * 5 / 8,
+        gelu: right + 4 * c.n_layer * c.n_embd * b * s,
+    }
 
 
 def total_slips(c: GPTConfig, b: int, s: int) -> dict[str, float]:

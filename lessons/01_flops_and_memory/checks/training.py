@@ -40,6 +40,10 @@ def training_slips(c: GPTConfig, b: int, s: int, recompute: str = "none") -> dic
         "6·N and the core are an estimate: N has the norms and the biases in it, which multiply nothing": (
             6 * b * s * (parameters(c)["total"] - c.block_size * c.n_embd) + 3 * core
         ),
+        "6·P and the core are an estimate: P has positions, norms and biases in it, which multiply nothing": (
+            6 * b * s * parameters(c)["total"] + 3 * core
+        ),
+        "attention's core is missing, in forward and backward: 12·L·h·b·s² in all": step - 3 * core,
     }
     head = forward["head"]
     slips |= {

@@ -35,7 +35,12 @@ def utilize(trial: Trial) -> Answers:
 def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[str, float]:
     right, every = utilization(c, rate, peak, s), parameters(c)["total"]
     forward, full = flops(c, 1, s)["total"] / s, flops(c, 1, s, "full")["total"] / s
-    matrices = every - c.block_size * c.n_embd
+    matrices, token_core = every - c.block_size * c.n_embd, c.n_layer * c.n_embd * s
+    half = "of attention's core the causal half alone is there: its two products are of s x s"
+    fused = (
+        "of attention's core 7/12 are there, a fused kernel's 3.5 forwards halved by the mask: it counts as "
+        "three forwards of s x s"
+    )
     return {
         "in percent: a fraction of 1 is asked for": 100 * right,
         "never more than 1: a fraction above 1 tells that the peak, or the count, is wrong": min(right, 1.0),
@@ -50,12 +55,14 @@ def utilization_slips(c: GPTConfig, rate: float, peak: float, s: int) -> dict[st
         * 6
         * matrices,
         "6·P leaves out the core, and counts positions, which multiply nothing": rate / peak * 6 * every,
-        "of attention's core the causal half alone is there: its two products are of s x s": rate
+        half: rate / peak * (6 * matrices + 6 * token_core),
+        f"{half}. And 6·P counts positions, which multiply nothing": rate
         / peak
-        * (6 * matrices + 6 * c.n_layer * c.n_embd * s),
+        * (6 * every + 6 * token_core),
+        fused: rate / peak * (6 * matrices + 7 * token_core),
         "positions are parameters that multiply nothing: 6·P counts them, and 6·N does not": rate
         / peak
-        * (6 * every + 12 * c.n_layer * c.n_embd * s),
+        * (6 * every + 12 * token_core),
         "the head is missing: the token table, tied to it, multiplies every token": right
         - rate / peak * 6 * c.vocab_size * c.n_embd,
         "sequence_length is the length here, not config.block_size": utilization(c, rate, peak, c.block_size),
