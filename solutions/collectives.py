@@ -66,8 +66,8 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
     A chunk has ceil(numel/n) elements. Where too few are left, at the tensor's end, a chunk is filled up with
     zeros, or is shorter: all chunks, joined and cut to numel, are the flattened sum, in the tensor's dtype.
-    In each of n - 1 steps a rank sends one partial sum to a neighbour in the ring (rank ± 1), so it sends
-    (n-1)/n of the tensor's bytes.
+    A rank sends n - 1 chunks of partial sums in all, to its neighbours in the ring (rank ± 1): (n-1)/n of
+    the tensor's bytes.
     The input is not changed. It need not be contiguous, nor lie in memory as it does on other ranks.
     Uses only messages between two ranks, all of them over when the function returns.
     """
@@ -105,10 +105,10 @@ def ring_all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
     """Replace the tensor by the sum of all ranks' tensors, in place: any shape and size > 0, in its dtype.
 
-    A reduce-scatter, then an all-gather: 2(n-1) steps, in which each rank sends 2(n-1)/n of the tensor's
-    bytes to a neighbour in the ring (rank ± 1). All ranks have the same sum, to the last bit. The tensor
-    need not be contiguous, nor lie in memory as it does on other ranks. Uses only messages between two
-    ranks, all of them over when the function returns.
+    A reduce-scatter, then an all-gather: a rank sends 2(n-1)/n of the tensor's bytes, to its neighbours in
+    the ring (rank ± 1). All ranks have the same sum, to the last bit. The tensor need not be contiguous, nor
+    lie in memory as it does on other ranks. Uses only messages between two ranks, all of them over when the
+    function returns.
     """
     # answer
     shard = ring_reduce_scatter(tensor, group)
