@@ -26,6 +26,10 @@ class Evidence:
         self.races += other.races
         self.events += other.events
 
+    def without(self, use: str) -> "Evidence":
+        """The same, but for races of one kind."""
+        return Evidence([each for each in self.races if each[1].use != use], self.events)
+
     def cause(self, wrong: Sequence[int], num_ranks: int, locate: Locate) -> tuple[str, str]:
         """Why the numbers of some ranks are wrong, and the next step; nothing where nothing was seen."""
         if races := sorted(self.races, key=lambda each: (USES.index(each[1].use), each[0] not in wrong)):

@@ -42,6 +42,8 @@ class Fault:
     """A rank may have it while another is right, or has another such fault: it is told with the ranks."""
     of_no_message: bool = False
     """No buffer that was used too early gives these numbers: they alone are told, whatever was seen."""
+    before_writes: bool = False
+    """What was sent was what the buffer held then: that it was written into too early changed no number."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Difference:
     """Whether more ranks would tell nothing more: of two, the other one is the next and the last as well."""
     of_no_message: bool = False
     """Whether the cause is a fault that no message has a part in."""
+    before_writes: bool = False
+    """Whether it is one in which no write into a buffer that is sent has a part."""
 
 
 Alternatives = Mapping[str, ByRank | Fault]
@@ -126,8 +130,8 @@ def compare(
         numbers += _share(tensors[rank], expected[rank]) + tell_agreement(pairs, wrong)
     message = f"{_predicated(what, 'is wrong')}{tell_ranks(wrong, num_ranks)}: {numbers}"
     fault = alternatives.get(cause)
-    of_no_message = isinstance(fault, Fault) and fault.of_no_message
-    return Difference(message, cause, rank, step, tuple(wrong), known, sure, of_no_message)
+    apart = (fault.of_no_message, fault.before_writes) if isinstance(fault, Fault) else (False, False)
+    return Difference(message, cause, rank, step, tuple(wrong), known, sure, *apart)
 
 
 PLURAL = re.compile(r"(the|this rank's) (logits|losses)\b")

@@ -407,9 +407,10 @@ class Trial:
             if difference.wrong and not difference.of_no_message:
                 by_rank = len(expecteds) == self.num_ranks  # one tensor alone may be of any rank
                 wrong = difference.wrong if by_rank else range(self.num_ranks)
-                seen, then = self._evidence.cause(wrong, len(expecteds), self._locate)
+                evidence = self._evidence.without("changed") if difference.before_writes else self._evidence
+                seen, then = evidence.cause(wrong, len(expecteds), self._locate)
                 if seen:
-                    guessed = difference.known and not self._evidence.explains(wrong)
+                    guessed = difference.known and not evidence.explains(wrong)
                     cause = f"{cause}. What was seen: {seen}" if guessed else seen
                     step, sure = step if guessed and step else then, True
             raise CheckEnded(Verdict.WRONG, difference.message, cause, step, asked=help, sure=sure)

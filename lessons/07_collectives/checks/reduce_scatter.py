@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Trial, check, exercise
+from grader.checks import Fault, Trial, check, exercise, is_close
 
 from .carried import require_carried
 from .cases import (
@@ -24,7 +24,14 @@ from .cases import (
     through_float64,
 )
 from .ring_rules import other_rules, partial_sums
-from .traffic import direction, require_messages_alone, require_neighbours, require_ring_bytes, require_waits
+from .traffic import (
+    direction,
+    require_messages_alone,
+    require_neighbours,
+    require_ring_bytes,
+    require_waits,
+    sends,
+)
 
 exercise(
     "ring_reduce_scatter",
@@ -71,8 +78,11 @@ def pieces(case: Case, whole: list[Tensor], lengths: list[int]) -> list[Tensor]:
     ]
 
 
-def slips(case: Case, lengths: list[int], actual: list[Tensor], way: int) -> dict[str, list[Tensor]]:
+def slips(
+    seen: SimpleNamespace, i: int, lengths: list[int], actual: list[Tensor]
+) -> dict[str, list[Tensor] | Fault]:
     """What known slips would have returned, or a ring with another rule."""
+    case, way = seen.cases[i], direction(seen.recordings, i)
     n, values = len(case.values), case.values
     before = [values[r] + values[r - 1] for r in range(n)]
     after = [values[r] + values[(r + 1) % n] for r in range(n)]
@@ -88,7 +98,40 @@ def slips(case: Case, lengths: list[int], actual: list[Tensor], way: int) -> dic
         "these are the largest numbers, not the sums": first,
     }
     known = {cause: pieces(case, whole, lengths) for cause, whole in told.items()}
-    return known if fits_any(actual, known) else other_rules(case, actual, way, reduces=True)
+    early = sent_too_early(seen, i, lengths, actual, way)
+    return early or (known if fits_any(actual, known) else other_rules(case, actual, way, reduces=True))
+
+
+def sent_too_early(
+    seen: SimpleNamespace, i: int, lengths: list[int], actual: list[Tensor], way: int
+) -> dict[str, list[Tensor] | Fault]:
+    """What ranks have where a chunk is sent on before what arrived has been added: parts next to their own.
+
+    All chunks were sent, so no step is missing.
+    """
+    case, n = seen.cases[i], len(actual)
+    chunk_bytes = case.chunk_size * case.values[0].element_size()
+    sent = [sum(event.num_bytes for event in sends(each, i)) for each in seen.recordings]
+    if min(sent) < (n - 1) * chunk_bytes:
+        return {}
+    runs = [
+        pieces(case, [sum(case.values[(r - way * j) % n] for j in range(k + 1)) for r in range(n)], lengths)
+        for k in range(1, n)
+    ]
+    found = [
+        next((run[r] for run in runs if is_close(shard, run[r])), None) for r, shard in enumerate(actual)
+    ]
+    if any(each is None for each in found):
+        return {}
+    told = (
+        f"only the parts of this rank and of some right {'before' if way == 1 else 'after'} it are in it: of "
+        "these, the farthest sent its own part on without what had arrived"
+    )
+    return {
+        told: Fault(
+            found, "Add what has arrived to a chunk first, and then send that chunk on.", before_writes=True
+        )
+    }
 
 
 RANKS_OWN = (
@@ -113,8 +156,7 @@ def require_shards(
             f"the shard of {case}",
             actual,
             expected,
-            alternatives=through_float64(case, actual, expected)
-            or partial(slips, case, lengths, actual, direction(seen.recordings, i)),
+            alternatives=through_float64(case, actual, expected) or partial(slips, seen, i, lengths, actual),
             help=help or RANKS_OWN,
             terms={
                 f"rank {r}'s part": pieces(case, [value] * trial.num_ranks, lengths)
