@@ -365,6 +365,13 @@ def a_step_for_every_group(trial: Trial) -> None:
     """Micro-batches that are all alike: each step is one on the mean of its group."""
     seen = trial.once(observe_even)
     require_count(trial, seen, "One optimizer step for `accumulate` micro-batches.")
+    require_gradients(trial, seen, "Gradients of a group add up; a new group starts from nothing.")
+
+
+@check("train_epoch")
+def the_training_mode_is_left_alone(trial: Trial) -> None:
+    """Each module is in training or evaluation mode during the epoch and after it as it was before."""
+    seen = trial.once(observe_even)
     before = seen.result["modes"]
     for when, found in (("during", seen.result["modes during"]), ("after", [seen.result["modes after"]])):
         other = next((name for modes in found for name in before if modes[name] != before[name]), "")
@@ -374,7 +381,6 @@ def a_step_for_every_group(trial: Trial) -> None:
             f"not {when} it",
             help="train() and eval() are the caller's, and reach every module: one may be in another mode.",
         )
-    require_gradients(trial, seen, "Gradients of a group add up; a new group starts from nothing.")
 
 
 @check("train_epoch")
