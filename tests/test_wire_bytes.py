@@ -1,4 +1,4 @@
-"""What lessons 07 and 08 predict of the network is what its loopback device counts, to two percent."""
+"""What is predicted and recorded of the network is what its loopback device counts, to two percent."""
 
 import sys
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from grader.ranks.launcher import Code, Launcher, Limits
+from lessons.shared.wire import wire_bytes
 from nanogpt.model import GPT, GPTConfig
 from solutions import collectives, data_parallel
 
@@ -34,7 +35,44 @@ def step(group) -> None:
     wrapped.finish_gradient_synchronization()
 
 
-FUNCTIONS = {each.__name__: each for each in (all_reduce, broadcast, step)}
+def scatters(group) -> None:
+    """One from each rank."""
+    pieces = [torch.ones(ELEMENTS)] * group.size()
+    for root in range(group.size()):
+        dist.scatter(
+            torch.empty(ELEMENTS), pieces if root == group.rank() else None, group_src=root, group=group
+        )
+
+
+def gathers(group) -> None:
+    """One to each rank."""
+    for root in range(group.size()):
+        pieces = [torch.empty(ELEMENTS) for _ in range(group.size())] if root == group.rank() else None
+        dist.gather(torch.ones(ELEMENTS), pieces, group_dst=root, group=group)
+
+
+def broadcasts(group) -> None:
+    """One from each rank."""
+    for root in range(group.size()):
+        dist.broadcast(torch.ones(ELEMENTS), group_src=root, group=group)
+
+
+def scatter(group) -> None:
+    """From rank 0 alone."""
+    pieces = [torch.ones(ELEMENTS)] * group.size() if group.rank() == 0 else None
+    dist.scatter(torch.empty(ELEMENTS), pieces, group_src=0, group=group)
+
+
+def gather(group) -> None:
+    """To the last rank alone."""
+    last = group.size() - 1
+    pieces = [torch.empty(ELEMENTS) for _ in range(group.size())] if group.rank() == last else None
+    dist.gather(torch.ones(ELEMENTS), pieces, group_dst=last, group=group)
+
+
+PREDICTED = ("all_reduce", "broadcast", "step")
+COUNTED = ("scatter", "scatters", "gather", "gathers", "broadcasts")
+FUNCTIONS = {name: globals()[name] for name in PREDICTED + COUNTED}
 
 
 def loopback_bytes() -> int:
@@ -55,8 +93,15 @@ def count(rank, name: str, repeat: int) -> int:
     return min(counts)
 
 
+def record(rank, name: str) -> dict:
+    """Bytes of all ranks together, and what this rank was recorded to send."""
+    with rank.record() as recording:
+        FUNCTIONS[name](rank.group)
+    return {"counted": count(rank, name, 3), "recording": recording}
+
+
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", PREDICTED)
 def test_bytes_are_as_predicted(name: str, n: int, isolated: Launcher) -> None:
     report = isolated.run(count, Code(trusted=True), [(name, 3)] * n, limits=Limits(timeout=60), world_size=n)
     assert report.ended == "complete", [rank.error for rank in report.ranks]
@@ -68,3 +113,13 @@ def test_bytes_are_as_predicted(name: str, n: int, isolated: Launcher) -> None:
     }[name]
     measured = report.ranks[0].result
     assert predicted <= measured <= 1.02 * predicted, f"{measured / predicted:.4f} times what is predicted"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("name", COUNTED)
+def test_bytes_are_as_recorded(name: str, n: int, isolated: Launcher) -> None:
+    report = isolated.run(record, Code(trusted=True), [(name,)] * n, limits=Limits(timeout=60), world_size=n)
+    assert report.ended == "complete", [rank.error for rank in report.ranks]
+    recorded = sum(wire_bytes(rank.result["recording"].select(), n) for rank in report.ranks)
+    measured = report.ranks[0].result["counted"]
+    assert recorded <= measured <= 1.02 * recorded, f"{measured / recorded:.4f} times what is recorded"

@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FrameType
@@ -68,6 +68,13 @@ _FUNCTIONAL = {
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _COMMUNICATION = ("c10d", "_c10d_functional")
 _DTENSOR = os.path.join(os.path.dirname(torch.__file__), "distributed", "tensor", "")
+
+
+def _pieces_that_leave(kind: str, arguments: Sequence[Any]) -> int:
+    """Of a scatter or gather, how many pieces this rank sends: the root alone is given a list of them."""
+    if kind == "scatter":
+        return max(len(tensors_in(arguments[1])) - 1, 0)
+    return int(kind != "gather" or not tensors_in(arguments[0]))
 
 
 _TAKE_PIECES = ("alltoall_", "send", "recv_", "recv_any_source_")
@@ -237,11 +244,13 @@ class Recorder(TorchDispatchMode):
             if ended and self._window is not None:
                 self._window.saw_wait()
 
-    def saw_backend_call(self, kind: str, tensors: list[Tensor], group: tuple[int, ...]) -> None:
+    def saw_backend_call(
+        self, kind: str, tensors: list[Tensor], group: tuple[int, ...], pieces: int = 1
+    ) -> None:
         """Count a collective that was called on the backend object, below torch's dispatcher."""
         self._index += 1
         self.calls[group] += most_calls(f"{kind}_", len(tensors), len(group))
-        event = self._make(kind, tensors, group, None, "", True)
+        event = self._make(kind, tensors, group, None, "", True, pieces)
         self._on_event(event)
         if self._window is not None:
             self._window.add(event)
@@ -273,7 +282,10 @@ class Recorder(TorchDispatchMode):
             asynchronous = bool(values.get("async_op", values.get("asyncOp", True)))
             self.calls[ranks] += most_calls(name, len(tensors), len(ranks))
             tag, piece = values.get("tag", 0), _in_one_piece(name, values.values())
-            return self._make(kind, tensors, ranks, peer, "", asynchronous, tag=tag, in_one_piece=piece)
+            pieces = _pieces_that_leave(kind, args)
+            return self._make(
+                kind, tensors, ranks, peer, "", asynchronous, pieces, tag=tag, in_one_piece=piece
+            )
         if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
             group = dist.distributed_c10d._resolve_process_group(args[-1])
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -477,7 +489,8 @@ def watch_backends(present: Callable[[], Recorder]) -> None:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             position = 1 if kind in ("reduce_scatter", "gather", "all_to_all") else 0
             tensors = tensors_in(args[position : position + 1])
-            present().saw_backend_call(kind, tensors, world_ranks(self))
+            pieces = _pieces_that_leave(kind, args)
+            present().saw_backend_call(kind, tensors, world_ranks(self), pieces)
             return original(self, *args, **kwargs)
 
         return call

@@ -1,5 +1,6 @@
 """Tells what happened in a run that did not end well: who failed first, where each rank stood."""
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -366,7 +367,11 @@ def _is_held_up(rank: RankReport) -> bool:
 
 def _differ(calls: dict[int, Event], locate: Locate) -> CheckEnded | None:
     def key(event: Event) -> tuple:
-        size = 0 if event.kind == "all_to_all" else event.num_elements  # which may be uneven
+        size = event.num_elements
+        if event.kind == "all_to_all":  # which may be uneven
+            size = 0
+        elif event.kind in ("scatter", "gather"):  # of which ranks send more or less
+            size = math.prod(event.shape)
         return event.kind, event.op, event.dtype, size
 
     counts = Counter(key(event) for event in calls.values())

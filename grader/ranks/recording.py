@@ -31,7 +31,11 @@ class Event:
     kind: str
     """A name of COLLECTIVES, or "send" or "recv"."""
     num_bytes: int
-    """Of the whole tensor: the gathered one for all_gather, the input for reduce_scatter and all_to_all."""
+    """Of the whole tensor: the gathered one for all_gather, the input for reduce_scatter and all_to_all.
+
+    Of a scatter and a gather, what leaves this rank: n-1 pieces from the root of a scatter, none from others;
+    one piece to the root of a gather, none from there.
+    """
     num_elements: int
     dtype: str
     """Such as "float32"; "" where no tensor travels."""
@@ -69,9 +73,13 @@ class Event:
     def describe(self) -> str:
         """Such as `all_reduce (SUM) of 12 float32`."""
         op = f" ({self.op})" if self.op else ""
-        what = f" of {self.num_elements} {self.dtype}" if self.dtype else ""
+        rooted = self.kind in ("scatter", "gather")
+        says_how_many = self.dtype and (self.num_elements or not rooted)
+        what = f" of {self.num_elements} {self.dtype}" if says_how_many else ""
         other = "any rank" if self.peer is None else f"rank {self.peer}"
         peer = {"send": f" to {other}", "recv": f" from {other}"}.get(self.kind, "")
+        if rooted and self.peer is not None:
+            peer = f" from {other}" if self.kind == "scatter" else f" to {other}"
         tag = f" (tag {self.tag})" if self.tag else ""
         return f"{self.kind}{op}{what}{peer}{tag}"
 

@@ -1,4 +1,4 @@
-"""Gathers everything again, the head's input too; one sum a block for all its small gradients."""
+"""Gathers everything again, the head's input too; each rank scatters what others sum; one sum a block."""
 
 import warnings
 from functools import partial
@@ -28,13 +28,12 @@ def part_size(x, group):
 
 
 def summed_part(x, group):
-    size = part_size(x, group)
-    first = x.transpose(0, 1).contiguous()
-    own = first.new_empty(size, *first.shape[1:])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dist.reduce_scatter_tensor(own, first, group=group)
-    return own.transpose(0, 1).contiguous()
+    """Each rank in turn scatters its parts: n-1 of them leave it, as in a reduce-scatter."""
+    parts = [part.contiguous() for part in x.split(part_size(x, group), 1)]
+    found = [torch.empty_like(parts[0]) for _ in parts]
+    for root, received in enumerate(found):
+        dist.scatter(received, parts if root == group.rank() else None, group_src=root, group=group)
+    return sum(found)
 
 
 class Gather(torch.autograd.Function):

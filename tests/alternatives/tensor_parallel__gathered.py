@@ -1,8 +1,28 @@
-"""Grouped-query attention: the gradients of copies are gathered from all ranks, and each adds its head's."""
+"""Each rank in turn gathers what all have. Gradients of copies are gathered, and each adds its head's."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+class Joined(torch.autograd.Function):
+    """One gather to each rank: every part leaves its own rank n-1 times, as in an all-gather."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, x = group, x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        for root in range(group.size()):
+            dist.gather(x, parts if root == group.rank() else None, group_dst=root, group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(ctx.group.size(), -1)[ctx.group.rank()].clone(), None
+
+
+def gather_from_group(x, group):
+    return Joined.apply(x, group)
 
 
 class Entered(torch.autograd.Function):

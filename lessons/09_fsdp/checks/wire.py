@@ -20,8 +20,9 @@ def travelled(recording: Any, n: int, after: str | None = None) -> SimpleNamespa
     """
     all_reduced = 2 * recording.bytes("all_reduce", after)
     reduced = sum(recording.bytes(kind, after) for kind in ("reduce_scatter", "reduce"))
-    gathered = sum(recording.bytes(kind, after) for kind in ("all_gather", "broadcast", "gather", "scatter"))
-    others = recording.bytes("all_to_all", after) + recording.bytes("send", after) * n // max(1, n - 1)
+    gathered = sum(recording.bytes(kind, after) for kind in ("all_gather", "broadcast"))
+    parts = sum(recording.bytes(kind, after) for kind in ("send", "gather", "scatter"))
+    others = recording.bytes("all_to_all", after) + parts * n // max(1, n - 1)
     return SimpleNamespace(
         all_reduced=all_reduced,
         reduced=reduced,

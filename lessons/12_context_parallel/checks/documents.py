@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grader.checks import Event, Fault, Trial, check, each_rank, exercise, is_close
+from grader.checks import Fault, Trial, check, each_rank, exercise, is_close
 from lessons_shared.evaluation import evaluates_alike, in_silence
 from lessons_shared.results import overwritten, results_stay
+from lessons_shared.wire import wire_bytes
 
 from .frozen import NEEDING, gradients_of_some, require_where_needed
 from .grouped import ADD_UP, FOLDED_LATE, PER_GROUP
@@ -264,13 +265,6 @@ def document_gradients_are_summed_over_ranks(trial: Trial) -> None:
         )
 
 
-def sent(events: list[Event], n: int) -> float:
-    """Bytes that leave a rank, as a ring would send them."""
-    shares = {"all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
-    shares |= {"all_reduce": 2 * (n - 1) / n, "broadcast": (n - 1) / n}
-    return sum(event.num_bytes * shares.get(event.kind, 1) for event in events)
-
-
 AS_THEY_ARE = (
     "Gather k and v as they are, each once; reduce-scatter their gradients. Queries and outputs stay."
 )
@@ -284,16 +278,17 @@ def keys_travel_once_and_queries_never(trial: Trial) -> None:
     for r, result in enumerate(seen.results):
         for after, where in (("", "forward"), (BACKWARD, "backward")):
             events = blocks_on_the_wire(result["recording"].select(None, after))
-            found = sent(events, n)
+            found = wire_bytes(events, n)
             if after == BACKWARD:  # k and v may be gathered once more, where they were not kept
-                found -= min(most, sent([e for e in events if e.kind in ("all_gather", "broadcast")], n))
+                gathers = [event for event in events if event.kind in ("all_gather", "broadcast")]
+                found -= min(most, wire_bytes(gathers, n))
             cause, help = "", AS_THEY_ARE
             if any(event.kind == "all_reduce" for event in events):
                 cause = (
                     "an all-reduce brings every rank the sum for all keys, of which it needs its own alone"
                 )
             elif abs(found - PER_GROUP * most) < 0.01 * most:
-                reduced = sent([e for e in events if e.kind in ("reduce_scatter", "all_to_all")], n)
+                reduced = wire_bytes([e for e in events if e.kind in ("reduce_scatter", "all_to_all")], n)
                 late = after == BACKWARD and abs(reduced - found) < 0.01 * most
                 cause = "k and v are repeated for the heads of q before they are sent, not after"
                 if late:
