@@ -220,9 +220,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> Tens
     holds all keys, nor any tensor as long as the sequence, but for positions. Keys and values may be
     grouped: of a_kv heads, which divide a, each serves a/a_kv heads of q that follow one another. What
     travels then is a_kv heads, and no copies of them. In forward it has the dtype of the inputs. The output
-    has the dtype of q, and in float64 float64's digits. Inputs and the gradient that comes in stay as they
-    are. A model has many layers: each call keeps what its own backward needs, while its output is there. Any
-    of q, k and v may be frozen: the others get their gradients.
+    has the dtype of q, and in float64 float64's digits. Scores of a hundred overflow nothing. Inputs and the
+    gradient that comes in stay as they are. A model has many layers: each call keeps what its own backward
+    needs, while its output is there. Any of q, k and v may be frozen: the others get their gradients.
 
     Source: arXiv:2310.01889.
     """
@@ -281,8 +281,9 @@ def zigzag_ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
 
     The same messages, under way while chunks are computed; k and v may be grouped as there. At every step
     every rank has the same work to do, and at most one chunk of the future is computed, beside the
-    diagonal: (2n + 2) products of one chunk with another at most, where 2n + 1 are needed. Each call keeps
-    what its own backward needs, while its output is there, and nothing as long as the sequence.
+    diagonal: (2n + 2) products of one chunk with another at most, where 2n + 1 are needed. Scores of a
+    hundred overflow nothing. Each call keeps what its own backward needs, while its output is there, and
+    nothing as long as the sequence.
     """
     # answer
     return _RingAttention.apply(q, k, v, group, partial(_zigzag_chunks, group.size()))

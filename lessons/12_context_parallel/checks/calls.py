@@ -15,6 +15,7 @@ from lessons_shared.evaluation import in_silence, noted
 from lessons_shared.results import overwritten
 
 from .frozen import NEEDING, gradients_of_some
+from .large_scores import attend_largely, make_large
 from .ring_slips import by_parts
 from .rings import Kind, draw
 from .shared import attention, blocks_on_the_wire, causal
@@ -68,10 +69,13 @@ def with_smaller_parts(
     return [x.grad for x in leaves]
 
 
-def attend_in(rank, name: str, chunk: int | None, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> dict:
+def attend_in(
+    rank, name: str, chunk: int | None, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, *large: Tensor
+) -> dict:
     """As `attend`, and no more than values; then the same again, between two other attentions.
 
-    With the length of a chunk, without gradients as well, where not all of q, k and v need one, and smaller.
+    With the length of a chunk, without gradients as well, where not all of q, k and v need one, and smaller;
+    and with other inputs, of large scores, where there are some.
     """
     attention_of = getattr(rank.submission, name)
     parts = [x.transpose(1, 2) for x in (q, k, v)]
@@ -97,6 +101,8 @@ def attend_in(rank, name: str, chunk: int | None, q: Tensor, k: Tensor, v: Tenso
                 told: gradients_of_some(attention_of, rank.group, parts, d_out, told) for told in NEEDING
             }
             found["smaller"] = with_smaller_parts(attention_of, rank.group, chunk, parts, d_out)
+        if large:
+            found["large"] = attend_largely(attention_of, rank.group, *large)
     return found
 
 
@@ -143,10 +149,13 @@ def require_twice_over(trial: Trial, kind: Kind) -> None:
         trial.close(f"the gradient of {label} of the first backward, after a second one", after, before)
 
 
-def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype) -> SimpleNamespace:
+def observe_in(trial: Trial, kind: Kind, dtype: torch.dtype, large: bool = False) -> SimpleNamespace:
     """A run of `attend_in`, and what plain attention gives: what, by rank, what it should be."""
     seen = draw(trial, kind, dtype)
     parts = [[x[:, w] for x in (seen.q, seen.k, seen.v, seen.upstream)] for w in seen.where]
+    if large:
+        seen.large = make_large(seen)
+        parts = [own + more for own, more in zip(parts, seen.large.parts, strict=True)]
     chunk = seen.chunk if dtype == torch.float64 else None
     seen.results = trial.run(attend_in, kind.name, chunk, per_rank=parts)
     q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (seen.q, seen.k, seen.v))

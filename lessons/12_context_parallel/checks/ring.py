@@ -7,7 +7,7 @@ import torch
 from grader.checks import Trial, check, each_rank, exercise
 from lessons_shared.results import results_stay
 
-from . import calls, frozen, grouped, rings
+from . import calls, frozen, grouped, large_scores, rings
 from .shared import SIZES
 
 exercise(
@@ -33,7 +33,7 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 def observe_exact(trial: Trial) -> SimpleNamespace:
     """In float64, alone and between two others."""
-    return calls.observe_in(trial, rings.PLAIN, torch.float64)
+    return calls.observe_in(trial, rings.PLAIN, torch.float64, large=True)
 
 
 @check("ring_attention")
@@ -92,6 +92,12 @@ def inputs_stay_as_they_were(trial: Trial) -> None:
 def it_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
     """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
     calls.require_dtype(trial, rings.PLAIN, trial.once(observe), trial.once(observe_exact))
+
+
+@check("ring_attention", world_sizes=(3,), subgroup=False)
+def ring_scores_do_not_overflow(trial: Trial) -> None:
+    """Scores of 150 and of -150 give what the softmax gives, forward and backward: no inf, no NaN."""
+    large_scores.require_large(trial, trial.once(observe_exact))
 
 
 @check("ring_attention", world_sizes=(3,), subgroup=False)

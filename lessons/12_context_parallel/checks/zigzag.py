@@ -11,7 +11,7 @@ from torch import Tensor
 from grader.checks import Fault, Trial, check, each_rank, exercise
 from lessons_shared.results import results_stay
 
-from . import calls, frozen, grouped, rings
+from . import calls, frozen, grouped, large_scores, rings
 from .shared import SIZES, zigzag_positions
 
 exercise(
@@ -272,7 +272,7 @@ def observe(trial: Trial) -> SimpleNamespace:
 
 def observe_exact(trial: Trial) -> SimpleNamespace:
     """In float64, alone and between two others."""
-    return calls.observe_in(trial, rings.ZIGZAG, torch.float64)
+    return calls.observe_in(trial, rings.ZIGZAG, torch.float64, large=True)
 
 
 @check("zigzag_ring_attention")
@@ -339,6 +339,12 @@ def zigzag_inputs_stay_as_they_were(trial: Trial) -> None:
 def zigzag_works_in_the_dtype_of_its_inputs(trial: Trial) -> None:
     """float64 comes out as exact as it went in, and bfloat16 as bfloat16."""
     calls.require_dtype(trial, rings.ZIGZAG, trial.once(observe), trial.once(observe_exact))
+
+
+@check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
+def zigzag_scores_do_not_overflow(trial: Trial) -> None:
+    """Scores of 150 and of -150 give what the softmax gives, forward and backward: no inf, no NaN."""
+    large_scores.require_large(trial, trial.once(observe_exact))
 
 
 @check("zigzag_ring_attention", world_sizes=(3,), subgroup=False)
