@@ -134,6 +134,7 @@ def clip_parts(module: nn.Module, max_norm: float, axes: Sequence[Parallel]) -> 
 
     What no axis cuts is the same on all ranks, and counts once.
     """
+    complete_gradients(module)
     names = [name for name, _ in module.named_parameters()]
     axes = [axis for axis in axes if any(map(axis.cuts, names))]
     gradients = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
@@ -150,6 +151,13 @@ def clip_parts(module: nn.Module, max_norm: float, axes: Sequence[Parallel]) -> 
     for _, gradient in gradients:
         gradient.mul_(scale)
     return norm
+
+
+def complete_gradients(module: nn.Module) -> None:
+    """Make the sums that DTensors still owe: torch 2.11 scales a sum not yet taken as if it were."""
+    for parameter in module.parameters():
+        if hasattr(parameter.grad, "redistribute"):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from nanogpt.model import GPT, Dropout, GPTConfig
 from nanogpt.optimizer import clip_gradients
-from nanogpt.parallel import Parallel
+from nanogpt.parallel import Parallel, complete_gradients
 from solutions.tensor_parallel_training import TensorParallelTraining, require_divides
 
 
@@ -104,9 +104,7 @@ class SequenceParallelTraining(TensorParallelTraining):
         """DTensors know how they are cut; their norm is that of the whole."""
         if self.implementation is not None:
             return super().clip_gradients(module, max_norm)
-        for parameter in module.parameters():
-            if isinstance(parameter.grad, DTensor):  # torch 2.11 scales a sum not yet taken as if it were
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        complete_gradients(module)
         norm = clip_gradients(module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

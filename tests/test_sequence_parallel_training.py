@@ -12,6 +12,7 @@ from nanogpt.model import GPTConfig
 from nanogpt.technique import find_technique
 from solutions import sequence_parallel
 from solutions.sequence_parallel_training import SequenceParallelTraining
+from tests.alternatives import sequence_parallel__torch
 from tests.beside_dense import require_the_same, some_dense_model, train_beside_dense
 
 CONFIG = {"block_size": 24, "n_layer": 2, "n_head": 12, "n_embd": 24, "bias": True}
@@ -26,9 +27,16 @@ def train(implementation: ModuleType | None, vocab_size: int, dropout: float = 0
     return train_beside_dense(SequenceParallelTraining, implementation, config, length=12)
 
 
+IMPLEMENTATIONS = {
+    "by hand": sequence_parallel,
+    "DTensor": None,
+    "a learner's plan": sequence_parallel__torch,
+}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("vocab_size", [48, 37])
-@pytest.mark.parametrize("implementation", [sequence_parallel, None], ids=["by hand", "DTensor"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_trains_as_the_dense_model(implementation: ModuleType | None, vocab_size: int, ranks: int) -> None:
     for result in run_ranks(train, implementation, vocab_size, ranks=ranks):
         require_the_same(result)

@@ -118,19 +118,21 @@ def describe(module: nn.Module) -> dict:
     return {
         "weights": {name: local(p.detach()) for name, p in named.items()},
         "gradients": gradients_of(module),
-        "partial": [name for name, p in named.items() if is_partial(p.grad)],
         "held": {name: storage_bytes([local(p.detach())]) for name, p in named.items()},
     }
 
 
-def is_partial(tensor: Tensor | None) -> bool:
-    """On a rank: whether a tensor is a DTensor of which each rank has a summand."""
-    return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
-
-
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """On a rank: copies of the gradients that there are."""
-    return {name: local(p.grad).clone() for name, p in module.named_parameters() if p.grad is not None}
+    """On a rank: copies of the gradients that there are. All ranks ask at once: there may be sums to make."""
+    named = module.named_parameters()
+    return {name: local(complete(p.grad, p)).clone() for name, p in named if p.grad is not None}
+
+
+def complete(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Of a DTensor that is still Partial, the sum, which optimizers make, too: laid out as its parameter."""
+    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
 
 
 def tied(model: nn.Module) -> bool:

@@ -1,4 +1,7 @@
-"""Lesson 11 by the plan of its own page, with what the plan leaves out: sums, own masks, whole words."""
+"""Lesson 11 by the plan of its own page, with what the plan leaves out: own masks, whole words.
+
+A plan leaves a norm's gradients Partial(): who steps with them makes the sum.
+"""
 
 import torch
 import torch.distributed as dist
@@ -35,12 +38,6 @@ ENDS = {
 }
 
 
-def complete_gradients(norm):
-    """A plan leaves a norm's gradients Partial(): the sum over the ranks is not made yet."""
-    for parameter in norm.parameters():
-        parameter.register_hook(lambda gradient: gradient.redistribute(placements=[Replicate()]))
-
-
 def separate(dropout, group):
     seed = torch.randint(2**62, (1,))
     dist.broadcast(seed, group_src=0, group=group)
@@ -59,8 +56,6 @@ def sequence_parallel_block(block, group):
         for p in attention.c_attn.parameters():
             p.copy_(p.unflatten(0, (3, group.size(), -1)).transpose(0, 1).flatten(0, 2))
     parallelize_module(block, DeviceMesh.from_group(group, "cpu"), BLOCK)
-    for norm in (block.ln_1, block.ln_2):
-        complete_gradients(norm)
     for dropout in (attention.resid_dropout, block.mlp.dropout):
         separate(dropout, group)
     return block
@@ -75,7 +70,6 @@ def sequence_parallelize(model, group):
     parts.wte.weight = model.lm_head.weight = nn.Parameter(whole)
     parallelize_module(model, DeviceMesh.from_group(group, "cpu"), ENDS)
     model.lm_head.weight = parts.wte.weight
-    complete_gradients(parts.ln_f)
     separate(parts.drop, group)
 
     def embed(idx, positions):

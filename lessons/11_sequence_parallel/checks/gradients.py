@@ -25,12 +25,6 @@ AN_NTH_OF_A_BIAS = (
     "it was added"
 )
 OWN_TOKENS_ALONE = "only what this rank's own tokens gave: nothing was summed"
-PARTIAL = (
-    "its .grad is a DTensor whose placement is still Partial(): each rank has what its own tokens gave, and "
-    "the sum is yet to be made",
-    "g.redistribute(placements=[Replicate()]) makes it, in a hook of the parameter.",
-)
-"""Cause and next step."""
 
 
 def block_gradients_are_right(
@@ -87,10 +81,8 @@ def slips_of(
     found |= after_zero_grad(expected, n, which)
     own = getattr(seen, "own_tokens", dict)().get(name)
     if own is not None:
-        is_partial = all(name in result.get("partial", ()) for result in seen.results)
-        nothing_summed = Fault([passes * g for g in own], PARTIAL[1] if is_partial else "")
         found |= {
-            PARTIAL[0] if is_partial else OWN_TOKENS_ALONE: nothing_summed,
+            OWN_TOKENS_ALONE: [passes * g for g in own],
             AN_NTH_OF_A_BIAS
             if name.endswith("bias") and "ln" not in name
             else "the mean over the ranks, where the sum belongs: each rank saw other tokens": [
