@@ -47,6 +47,14 @@ class Turned(Same):
         return gradient.T
 
 
+class AsItWas(Same):
+    """Its forward returns what it was given."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x
+
+
 class AlsoForNone(torch.autograd.Function):
     """Its backward returns a gradient for an argument that is None."""
 
@@ -86,6 +94,11 @@ def on_a_leaf() -> None:
 
 def on_a_view_of_a_leaf() -> None:
     torch.ones(2, requires_grad=True)[:1].add_(1)
+
+
+def on_an_input_that_came_back() -> None:
+    y = AsItWas.apply(torch.ones(2, requires_grad=True) * 1)
+    y += 1
 
 
 def of_several() -> None:
@@ -129,6 +142,7 @@ WORDS = {
     in_place: "changed in place after",
     on_a_leaf: "where autograd watches",
     on_a_view_of_a_leaf: "where autograd watches",
+    on_an_input_that_came_back: "its input as it was, or a view of it",
     of_several: "several numbers",
     of_two_dtypes: "two dtypes",
     too_far: "a row is looked up that is not there",
@@ -194,6 +208,14 @@ def test_what_is_received_into_and_what_is_sent_are_told_apart() -> None:
     assert "was sent" in why_crashed("RuntimeError", message, (), (), 2, ("batch_isend_irecv", "isend"))[0]
     cause, step = why_crashed("RuntimeError", message, (), (), 2, ("batch_isend_irecv", "irecv"))
     assert "received into" in cause and "torch.empty(shape" in step
+
+
+def test_an_all_gather_along_another_dimension_is_told_from_parts_of_other_sizes() -> None:
+    message = "ProcessGroupGloo::allgather: invalid tensor size at index 0 (expected (2, 4, 5), got (%s))"
+    assert "along another one?" in why_crashed("RuntimeError", message % "1, 8, 5", (), (), 2)[1]
+    assert "along another one?" in why_crashed("RuntimeError", message % "1, 12, 5", (), (), 3)[1]
+    assert why_crashed("RuntimeError", message % "2, 3, 5", (), (), 2) == ("", "")
+    assert "(n, ...)" in why_crashed("RuntimeError", message % "1, 2, 4, 5", (), (), 2)[0]
 
 
 def test_none_is_a_missing_gradient_only_where_a_gradient_is_read() -> None:

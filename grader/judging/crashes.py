@@ -60,6 +60,12 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "tensor in place, too.",
     ),
     (
+        r"is a view and is being modified inplace\. This view was created inside a custom Function",
+        "what an autograd.Function returned is its input as it was, or a view of it, and it is changed in "
+        "place: autograd would lose the Function's backward",
+        "Make a new tensor: `y = y + bias` where `y += bias` stands.",
+    ),
+    (
         r"leaf Variable that requires grad has been used in an in-place",
         "an autograd.Function's forward changes one of its inputs in place, and says so by ctx.mark_dirty: "
         "the input is the caller's own tensor",
@@ -131,6 +137,12 @@ _KNOWN: Sequence[tuple[str, str, str]] = (
         "ranks?",
     ),
     (
+        r"allgather: invalid output tensor list at index \d+ \(expected length",
+        "",
+        "The output of an all-gather is its input times the ranks of its group, along the first dimension, "
+        "or a list of one tensor a rank: is it to be joined along another dimension?",
+    ),
+    (
         r"allgather: invalid tensor size at index \d+ \(expected \((.*)\), got \(1, \1\)\)",
         "all_gather_into_tensor was given an output of (n, ...): gloo joins along the first dimension alone",
         "For an input of (k, ...) the output is (n·k, ...); .view(n, k, ...) takes it apart again.",
@@ -179,6 +191,24 @@ _RECEIVED_INTO = (
 _SENDS_TO_ITSELF = re.compile(r"Pair is not connected")
 _NONE = re.compile(r"'?NoneType'?")
 _GRADIENT = re.compile(r"\.grad\b")
+
+
+_GATHERED = re.compile(
+    r"allgather: invalid tensor size at index \d+ \(expected \(([\d, ]+)\), got \(([\d, ]+)\)\)"
+)
+_ALONG_ANOTHER = (
+    "The output of an all-gather is its input times the ranks of its group, along the first dimension: is it "
+    "to be joined along another one? Gather along the first, or into a list, and then join."
+)
+
+
+def _is_joined_along_another(shapes: re.Match[str]) -> bool:
+    """Whether what was cut along the first dimension is a part there, and a whole along one other."""
+    part, found = ([int(size) for size in shape.split(",") if size.strip()] for shape in shapes.groups())
+    if len(part) != len(found) or found[0] >= part[0]:
+        return False
+    wider = [(a, b) for a, b in zip(part[1:], found[1:], strict=True) if a != b]
+    return len(wider) == 1 and all(0 < a < b and b % a == 0 for a, b in wider)
 
 
 _SIZES = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
@@ -252,6 +282,8 @@ def why_crashed(
         if num_ranks == 0:
             return "", "The input of a product is {} wide, and the matrix takes {}.".format(*sizes.groups())
         return _times_too_wide(*map(int, sizes.groups()))
+    if (shapes := _GATHERED.search(message)) and _is_joined_along_another(shapes):
+        return "", _ALONG_ANOTHER
     said = f"{kind}: {message}"
     for words, cause, step in _KNOWN:
         if re.search(words, said, re.IGNORECASE | re.MULTILINE):

@@ -396,12 +396,16 @@ def entropy_gradient(trial: Trial, seen: SimpleNamespace, name: str) -> None:
     def alternatives() -> dict[str, list[Tensor] | Fault]:
         logits, softmax = parts(seen.logits, -1, n), parts(seen.softmax, -1, n)
         alone = parts(seen.logits.double(), -1, n)
+        sums = (seen.logits.double().logsumexp(-1) - seen.logits.double().amax(-1)).exp().unsqueeze(-1)
         return {
             "the softmax is missing: no gradient comes through the sum of exponentials": [
                 g - s for g, s in zip(own, softmax, strict=True)
             ],
             "n times too large: backward summed over the ranks": [n * g for g in own],
             "the target's part is missing: only the softmax is there": softmax,
+            "exp() of the logits, where the softmax belongs: in backward it is not divided by its sum": [
+                g + (sums - 1) * s for g, s in zip(own, softmax, strict=True)
+            ],
             "the softmax over this rank's words alone: its sum of exponentials is not that of all ranks": [
                 g - s + shard.softmax(-1) * seen.softmax.sum(-1, keepdim=True)
                 for g, s, shard in zip(own, softmax, alone, strict=True)

@@ -48,6 +48,8 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
     dense_changed = not torch.equal(linear.weight, case["weight"])
     dense = {memory_of(p) for p in linear.parameters()}
     shared = [name for name, p in layer.named_parameters() if memory_of(local(p.detach())) in dense]
+    dense_shapes = {id(p): case[name].shape for name, p in linear.named_parameters()}
+    taken = [name for name, p in layer.named_parameters() if dense_shapes.get(id(p), p.shape) != p.shape]
     backward(layer(x.detach()), case["upstream"])  # a second pass adds to what is there
     twice = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
     return {
@@ -58,6 +60,7 @@ def one_linear(rank, layer_class: type, case: dict) -> dict:
         "held": held,
         "dense_changed": dense_changed,
         "shared": shared,
+        "taken": taken,
         "evaluation": in_evaluation(layer, x, case["upstream"]),
         "frozen": where_frozen(layer, case),
         "overwritten": overwritten(layer, case["x"], upstream=case["upstream"]),
@@ -243,6 +246,14 @@ def copies(trial: Trial, kind: str) -> None:
                 names <= expected,
                 f"the dense layer has no bias, and this one has {', '.join(sorted(names - expected))}",
                 help="from_linear hands over whether there is a bias: linear.bias is None or not.",
+                rank=rank,
+            )
+            trial.require(
+                not result["taken"],
+                f"{' and '.join(result['taken'])}: the dense layer's own Parameter, with another .data. The "
+                "dense layer has become the part",
+                help="Make a new one from a copy, nn.Parameter(part.detach().clone()), and leave the dense "
+                "layer as it is.",
                 rank=rank,
             )
             trial.require(

@@ -49,7 +49,7 @@ from lessons_shared.refusals import refusal_of, refused, undividable
 from lessons_shared.wire import computes_a_share, sends_at_most, where, wire_bytes
 from nanogpt.model import GPT, GPTConfig
 
-from .embedding import STEPS, kinds_of
+from .embedding import NO_ROWS, STEPS, kinds_of
 from .shared import PADDING, SIZES
 
 exercise(
@@ -65,6 +65,13 @@ exercise(
         "For sampling, forward without targets must return whole logits: a forward hook can gather them.",
     ),
 )
+
+
+MODEL_STEPS = {
+    **STEPS,
+    NO_ROWS: "A rank without rows has no word: it has nothing to look up, and adds nothing to the loss's "
+    "sums. Which size is 0 there, or below?",
+}
 
 
 def model_probe(rank, cases: list) -> list[dict]:
@@ -86,7 +93,7 @@ def observe_model(trial: Trial) -> list[SimpleNamespace]:
         results = trial.run(model_probe, cases)
     except CheckEnded as end:
         kinds = [kinds_of(case.name, case.config["vocab_size"], trial.num_ranks) for case in seen]
-        tell_cases(end, lambda i: trial.run(model_probe, [cases[i]]), kinds, STEPS)
+        tell_cases(end, lambda i: trial.run(model_probe, [cases[i]]), kinds, MODEL_STEPS)
         raise
     for number, case in enumerate(seen):
         case.results = [result[number] for result in results]

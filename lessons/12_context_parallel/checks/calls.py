@@ -293,4 +293,5 @@ def require_smaller(trial: Trial, exact: SimpleNamespace) -> None:
             right,
             {told: Fault([factor * x for x in right], step)} if i < 2 else {},
             help="What the shapes of a call decide is decided again in each call.",
+            rtol=1e-9,
         )
