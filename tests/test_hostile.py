@@ -14,8 +14,10 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
+import torch
 
 from grader.beside.tampering import RefusedError, _hook
+from grader.judging.closeness import is_close
 from grader.judging.judge import Settings, grade_submission
 from grader.judging.stories import ending
 from grader.judging.submission import read_submission
@@ -426,7 +428,12 @@ def test_an_object_is_never_pickled_for_the_judge() -> None:
         plain.encode({"output": Bomb()})
 
 
-@pytest.mark.parametrize("dtype", ["torch.complex64", "torch.float8_e4m3fn", "torch.uint16"])
+def test_an_imaginary_part_is_not_left_out() -> None:
+    assert not is_close(torch.tensor([1.0 + 1j]), torch.tensor([1.0]))
+    assert is_close(torch.tensor([1.0 + 1j]), torch.tensor([1.0 + 1j]))
+
+
+@pytest.mark.parametrize("dtype", ["torch.float8_e4m3fn", "torch.uint16"])
 def test_numbers_that_nothing_is_computed_in_are_the_learners_mistake(
     dtype: str, tmp_path: Path, launcher: Launcher
 ) -> None:

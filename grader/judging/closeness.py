@@ -43,7 +43,7 @@ def error_used(
             computes in. How far it is off is the condition of the problem: nobody can be more exact, whatever
             the size of the result, and FROM_PLAIN times as much is allowed on top.
     """
-    if actual.shape != expected.shape or actual.is_complex():
+    if actual.shape != expected.shape or actual.is_complex() != expected.is_complex():
         return math.inf
     if not actual.is_floating_point():
         return 0.0 if torch.equal(actual.to(expected.dtype), expected) else math.inf

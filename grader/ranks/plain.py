@@ -27,7 +27,7 @@ MAX_DIGITS = 300
 """Of a whole number: what is larger has no place among floats, and no quantity of this course comes near."""
 DTYPES = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
-    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.complex64, torch.complex128}
 )
 """Of the tensors that travel: what an exercise returns has one of these, and torch compares them all."""
 IS_KEY = object()

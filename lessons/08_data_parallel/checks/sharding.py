@@ -191,6 +191,12 @@ def require_rows(trial: Trial, seen: SimpleNamespace) -> None:
                 rank=r,
             )
             trial.require(
+                not share.is_complex(),
+                f"it got numbers of {share.dtype}, which the batch has not",
+                help="Cut the batch, and cast nothing.",
+                rank=r,
+            )
+            trial.require(
                 share.dim() == 2 and share.shape[1] == 3,
                 f"of a batch of shape ({size}, 3) rank {r} got {tuple(share.shape)}: dimension 0 is the one "
                 "to cut",
