@@ -12,7 +12,7 @@ class ShardedUnit:
 
     def __init__(self, parameters, group, *, param_dtype=None, reduce_dtype=None):
         self.parameters, self.group, self.reduce_dtype = list(parameters), group, reduce_dtype
-        self.owners, self.shards, self.works = [], [], None
+        self.across, self.owners, self.shards, self.works = None, [], [], None
         load = [0] * group.size()
         for p in self.parameters:
             owner = load.index(min(load))
@@ -59,6 +59,9 @@ def reduce_gradients(unit):
             p.grad = None
             dist.reduce(whole, group=unit.group, group_dst=owner)
             mean = (whole[: shard.numel()] / unit.group.size()).to(shard.dtype)
+            if unit.across and len(mean):
+                mean /= unit.across.size()
+                dist.all_reduce(mean, group=unit.across)
             shard.grad = mean if shard.grad is None else shard.grad + mean
 
 
@@ -135,3 +138,16 @@ class FullySharded(nn.Module):
                 dist.broadcast(own, group=self.group, group_src=owner)
                 whole[p] = own.view(p.shape)
         return {name: whole[p] for name, p in self.hidden[0].named_parameters(remove_duplicate=False)}
+
+
+def hybrid_shard(model, mesh):
+    """Each unit's owners average across machines, as soon as they have the mean of their own machine."""
+    if mesh.ndim != 2:
+        raise ValueError(f"{mesh.ndim} dimensions")
+    across = mesh.get_group(0)
+    for p in model.parameters():
+        dist.broadcast(p.detach(), group=across, group_src=0)
+    sharded = FullySharded(model, mesh.get_group(1))
+    for unit in (*sharded.units, sharded.rest):
+        unit.across = across
+    return sharded

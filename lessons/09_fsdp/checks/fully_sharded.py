@@ -469,17 +469,20 @@ def parameters_smaller_than_the_group(trial: Trial) -> None:
 WHOLE_FROZEN = "the frozen parameters are whole on every rank"
 
 
+def largest_of_each_unit(model: GPT) -> int:
+    """The numbers of the largest parameter of each block, and of what lies outside, together."""
+    outside = max(p.numel() for name, p in model.named_parameters() if ".h." not in name)
+    return outside + sum(max(p.numel() for p in block.parameters()) for block in model.transformer.h)
+
+
 @check("FullySharded", world_sizes=(2, 3))
 def parameters_are_this_ranks_shards(trial: Trial) -> None:
     """parameters() are this rank's shards: P/n numbers, give or take the largest parameter of each unit."""
     seen, n = trial.once(observe_training), trial.num_ranks
-    model = seen.starts[0]
-    sizes = [p.numel() for p in model.parameters()]
-    outside = max(p.numel() for name, p in model.named_parameters() if ".h." not in name)
-    largest = outside + sum(max(p.numel() for p in block.parameters()) for block in model.transformer.h)
+    sizes = [p.numel() for p in seen.starts[0].parameters()]
     total = sum(sizes)
     counts = [sum(result["shards"]) for result in seen.results]
-    most = total / n + largest + n * len(sizes)
+    most = total / n + largest_of_each_unit(seen.starts[0]) + n * len(sizes)
     for r, result in enumerate(seen.results):
         trial.require(
             not result["twice"],

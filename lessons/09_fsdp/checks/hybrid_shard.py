@@ -12,7 +12,7 @@ from grader.checks import Fault, Trial, check, exercise, is_close
 from lessons_shared.cut_gpt import local
 from nanogpt.model import GPT
 
-from .fully_sharded import full, plain
+from .fully_sharded import full, largest_of_each_unit, plain
 from .hybrid_slips import FIRST_ALONE, LATE, by_factor, gradients_after, rules
 from .meshes import NAMES, Machines, arrangements, groups_of, hybrid, told
 from .models import build, draw, odd_gpt, seeds, weights
@@ -358,22 +358,29 @@ def machines_cut_among_their_ranks(trial: Trial) -> None:
     """parameters() are shards over the ranks of one machine: every machine has the whole weights."""
     seen = trial.once(observe)
     sizes = [p.numel() for p in seen.starts[0].parameters()]
-    total, largest = sum(sizes), max(sizes)
+    total, largest = sum(sizes), largest_of_each_unit(seen.starts[0])
+    trained = sum(p.numel() for p in seen.starts[0].parameters() if p.requires_grad)
     for each in seen.on_machines:
         m, n = len(each.machines), len(each.machines[0])
-        for r, result in enumerate(each.results):
-            count, slack = result["shards"], largest + n * len(sizes)
+        counts = [result["shards"] for result in each.results]
+        groups = [groups_of(each.machines, r) for r in range(m * n)]
+        on_machine, across = (
+            [sum(counts[r] for r in ranks) for ranks in of_each] for of_each in zip(*groups, strict=True)
+        )
+        padding = m * n * len(sizes)
+        for r, count in enumerate(counts):
             cause = ""
-            if min(n, m) > 1 and count <= total / (n * m) + slack // 2:
+            if min(n, m) > 1 and sum(counts) <= total + padding:
                 cause = "they are cut over all ranks, and so no machine has the whole weights"
             elif count >= total:
                 cause = "they are the whole weights"
-            elif n == 1:
+            elif trained <= min(across) and max(across) <= total + padding and min(on_machine) < trained:
                 cause = f"they are cut over the {m} machines, along the mesh's first dimension"
             trial.require(
-                total / n - slack <= count <= total / n + slack,
-                f"parameters() have {count} numbers on it ({told(each.machines)}), and a share of the "
-                f"{total} over the {n} rank{'s' * (n > 1)} of a machine is {total / n:.0f}",
+                on_machine[r] >= trained and count <= total / n + largest + padding,
+                f"parameters() have {count} numbers on it, and {on_machine[r]} on its machine "
+                f"({told(each.machines)}), and a share of the {total} over the {n} rank{'s' * (n > 1)} of a "
+                f"machine is {total / n:.0f}",
                 help="Shard in the group of the mesh's second dimension, mesh.get_group(1).",
                 rank=r,
                 cause=cause,

@@ -8,15 +8,12 @@ from torch import Tensor
 from torch.optim import SGD
 
 from grader.checks import Event, Recording, Trial, check, settle
-from lessons_shared.cut_gpt import local
+from nanogpt.model import GPT
 
 from .meshes import Machines, arrangements, groups_of, hybrid, told
 from .models import SHORT, build, bytes_of, short_gpt
 from .runs import run
-from .wire import SMALL, padded_bytes
-
-SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""How often a rank of n sends (n-1)/n of the tensor in PyTorch's collectives."""
+from .wire import SMALL, own_bytes, padded_bytes, share_bytes
 
 
 def measure(rank: Any, seed: int, arranged: list[Machines], batch: tuple[Tensor, Tensor]) -> list[dict]:
@@ -36,9 +33,12 @@ def measure(rank: Any, seed: int, arranged: list[Machines], batch: tuple[Tensor,
             sharded(*batch)[1].backward()
             settle()
             recording.mark("added")
-        gradients = [local(p.grad) for p in sharded.parameters() if p.grad is not None]
         found.append(
-            {"recording": recording, "gradients": sum(g.numel() * g.element_size() for g in gradients)}
+            {
+                "recording": recording,
+                "own": own_bytes(sharded.parameters()),
+                "gradients": own_bytes(p.grad for p in sharded.parameters()),
+            }
         )
     return found
 
@@ -49,11 +49,13 @@ def observe(trial: Trial) -> SimpleNamespace:
     results = run(trial, measure, trial.seed(), arranged, batch)
     model = build(short_gpt, 0)
     block = bytes_of(model.transformer.h[0])
+    on_machines = []
+    for k, machines in enumerate(arranged):
+        of_each = [result[k] for result in results]
+        shares = shares_of(machines, of_each, model)
+        on_machines.append(SimpleNamespace(machines=machines, results=of_each, shares=shares))
     return SimpleNamespace(
-        on_machines=[
-            SimpleNamespace(machines=machines, results=[result[k] for result in results])
-            for k, machines in enumerate(arranged)
-        ],
+        on_machines=on_machines,
         model=model,
         size=bytes_of(model),
         block=block,
@@ -62,12 +64,21 @@ def observe(trial: Trial) -> SimpleNamespace:
     )
 
 
+def shares_of(machines: Machines, results: list[dict], model: GPT) -> dict[int, int]:
+    """By rank, the bytes of its share of the weights of its machine."""
+    shares = {}
+    for row in machines:
+        own = share_bytes([results[r]["own"] for r in row], padded_bytes(model, len(row)))
+        shares |= dict(zip(row, own, strict=True))
+    return shares
+
+
 def sent_bytes(event: Event) -> float:
-    """What a rank sends in one event."""
+    """What a rank sends in one event: of a collective what it does on the average of a group, in a ring."""
     n = len(event.group)
-    if event.kind in ("recv", "barrier") or n == 1:
-        return 0
-    return event.num_bytes * (SHARES[event.kind] * (n - 1) / n if event.kind in SHARES else 1)
+    if event.kind in ("send", "recv"):
+        return event.num_bytes if event.kind == "send" else 0
+    return event.num_bytes * (n - 1) / n * (2 if event.kind == "all_reduce" else 1)
 
 
 def sent(recording: Recording, group: tuple[int, ...], kinds: tuple[str, ...] = ()) -> float:
@@ -82,16 +93,17 @@ def only_the_shards_gradients_cross(trial: Trial) -> None:
     seen = trial.once(observe)
     for each in seen.on_machines:
         m, n = len(each.machines), len(each.machines[0])
-        share = padded_bytes(seen.model, n) / n
         for r, result in enumerate(each.results):
             inside, across = groups_of(each.machines, r)
             if inside == across or m == 1:
                 continue
-            crossing = sent(result["recording"], across)
-            gathered = sent(result["recording"], across, ("all_gather",))
-            allowed = 2 * (m - 1) / m * share
-            told_anew = sent(result["recording"], across, ("broadcast",))
-            times = how_often(result["recording"], across, crossing / allowed)
+            recording, share = result["recording"], each.shares[r]
+            allowed, due = (2 * (m - 1) / m * size for size in (share, min(share, result["own"])))
+            crossing = sent(recording, across)
+            gathered = sent(recording, across, ("all_gather",))
+            told_anew = sent(recording, across, ("broadcast",))
+            told_anew -= sent(recording, across, ("reduce",))  # both together are an all-reduce
+            times = how_often(recording, across, crossing / allowed)
             cause, step = (
                 "",
                 "Reduce-scatter inside the machine first, and all-reduce what is left on a rank: S/n.",
@@ -99,7 +111,7 @@ def only_the_shards_gradients_cross(trial: Trial) -> None:
             if times > 1:
                 cause = f"the shards' gradients cross, {times} times in one backward"
                 step = "All-reduce each shard once a backward, though several outputs may have a hook."
-            elif told_anew > SMALL and crossing - told_anew > 0.9 * allowed:
+            elif told_anew > SMALL and crossing - told_anew > 0.9 * due:
                 cause = "weights are broadcast across machines in every step: once, at the start, is enough"
             elif n > 1 and gathered > 0.9 * (m - 1) / m * seen.size and in_other_groups(seen, each, r):
                 cause = (
@@ -116,7 +128,7 @@ def only_the_shards_gradients_cross(trial: Trial) -> None:
             trial.require(
                 crossing <= allowed + SMALL,
                 f"it sends {crossing:,.0f} bytes across machines in a step ({told(each.machines)}), where "
-                f"an all-reduce of its shards' gradients sends {2 * (m - 1) / m * seen.size / n:,.0f}",
+                f"an all-reduce of its shards' gradients sends {due:,.0f}",
                 help=step,
                 rank=r,
                 cause=cause,
@@ -136,7 +148,7 @@ def in_other_groups(seen: SimpleNamespace, each: SimpleNamespace, rank: int) -> 
 
 def how_often(recording: Recording, group: tuple[int, ...], ratio: float) -> int:
     """How many times the same crosses, where it is `ratio` times what is due; 1 if it is not the same."""
-    sizes = Counter(e.num_elements for e in recording.select(after="step") if e.group == group)
+    sizes = Counter((e.kind, e.num_elements) for e in recording.select(after="step") if e.group == group)
     times = round(ratio)
     return times if sizes and all(count % max(times, 1) == 0 for count in sizes.values()) else 1
 
@@ -152,9 +164,12 @@ def weights_are_gathered_inside(trial: Trial) -> None:
         for r, result in enumerate(each.results):
             inside, _ = groups_of(each.machines, r)
             home, whole = sent(result["recording"], inside), (n - 1) / n * seen.size
-            most = (n - 1) / n * (3 * padded_bytes(seen.model, n) + 2 * seen.outside + seen.block)
+            even, largest = padded_bytes(seen.model, n) // n, max(each.shares[rank] for rank in inside)
+            uneven = 3 * (n - 1) * (largest - even)  # who has more may send more, or all are padded to it
+            least = 2.9 * (n - 1) / n * SHORT.n_layer * seen.block - uneven
+            most = 3 * (n - 1) * largest + (n - 1) / n * (2 * seen.outside + seen.block)
             trial.require(
-                2.9 * (n - 1) / n * SHORT.n_layer * seen.block - SMALL <= home <= most + SMALL,
+                least - SMALL <= home <= most + SMALL,
                 f"it sends {home:,.0f} bytes inside its machine in a step ({told(each.machines)}), and to "
                 f"gather all weights twice and reduce-scatter their gradients takes {3 * whole:,.0f}",
                 help="Your FullySharded does it, in the group of the machine.",
@@ -168,13 +183,12 @@ def a_rank_keeps_its_shards(trial: Trial) -> None:
     """After backward a rank of a machine of n has 1/n of the weights, and 1/n of the gradients."""
     seen = trial.once(observe)
     for each in seen.on_machines:
-        n = len(each.machines[0])
-        share = padded_bytes(seen.model, n) // n + seen.largest
         for r, result in enumerate(each.results):
+            share, own = each.shares[r] + seen.largest, min(each.shares[r], result["own"])
             trial.require(
                 result["gradients"] <= share,
                 f"the .grad of parameters() are {result['gradients']:,} bytes ({told(each.machines)}), and "
-                f"1/{n} of the gradients is {seen.size // n:,}",
+                f"its share of the gradients is {own:,}",
                 help="A shard's .grad has the shard's size.",
                 rank=r,
             )
@@ -182,11 +196,11 @@ def a_rank_keeps_its_shards(trial: Trial) -> None:
             trial.require(
                 alive <= 2 * share + 2 * seen.outside + seen.block + SMALL,
                 f"after backward {alive:,} bytes are alive on it ({told(each.machines)}); its shards and "
-                f"their gradients are {2 * seen.size // n:,}",
+                f"their gradients are {2 * own:,}",
                 help="Let go of the given model, of copies of it, and of buffers for what was sent.",
                 rank=r,
                 cause="all the weights are kept besides"
-                if alive >= (1.9 / n + 1) * seen.size
+                if alive >= 1.9 * own + seen.size
                 else "as much as its shards' gradients is kept besides"
                 if abs(alive - 3 * result["gradients"]) <= seen.outside
                 else "",
