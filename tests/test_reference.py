@@ -62,6 +62,17 @@ def test_other_rings_pass_on_four_ranks(path: Path) -> None:
     assert {report.verdict for report in reports} == {Verdict.PASSED}, failures(reports)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [p for p in ALTERNATIVES if "def hybrid_shard" in p.read_text()], ids=lambda path: path.stem
+)
+def test_other_machines_pass_on_four_ranks(path: Path) -> None:
+    """Two machines of two ranks, where shards of another size cross, need four."""
+    ((submission, lesson),) = find_work(str(path), ())
+    reports = grade_submission(submission, lesson, shared_launcher(), Settings(ranks=(4,)), ("hybrid_shard",))
+    assert {report.verdict for report in reports} == {Verdict.PASSED}, failures(reports)
+
+
 def test_every_lesson_has_another_structure() -> None:
     slugs = {path.stem.partition("__")[0] for path in ALTERNATIVES}
     assert {lesson.slug for lesson in LESSONS} <= slugs
