@@ -161,9 +161,10 @@ def _name(where: Any) -> str:
 
 
 def _store(tensor: Tensor, tensors: list[Tensor], where: Any) -> int:
-    if tensor.dtype not in DTYPES:
-        raise NotPlainError(f"{_name(where)} is a tensor of {tensor.dtype}")
-    tensors.append(tensor.detach() if _is_plain(tensor) else _made_plain(tensor, where))
+    held = tensor.detach() if _is_plain(tensor) else _made_plain(tensor, where)
+    if held.dtype not in DTYPES:
+        raise NotPlainError(f"{_name(where)} is a tensor of {held.dtype}")
+    tensors.append(held)
     return len(tensors) - 1
 
 
