@@ -78,10 +78,8 @@ class Unchanged:
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if self.left_out:
-            says = (
-                f"{self.left_out} tests passed before, and nothing that they depend on has changed: left out"
-            )
-            terminalreporter.write_line(f"{says} (--cache-clear runs them)")
+            says = "passed before, and nothing that they depend on has changed: they are left out"
+            terminalreporter.write_line(f"{self.left_out} tests {says} (--cache-clear among ARGS runs all)")
 
 
 def everything(config: pytest.Config) -> bool:
