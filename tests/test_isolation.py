@@ -123,8 +123,16 @@ def test_closed_folders_are_opened_for_the_next_run(tmp_path: Path, isolated: La
         os.chmod(os.path.dirname(tempfile.gettempdir()), 0)
         os.chmod("/tmp", 0)
 
-    for _ in range(2):
-        ask(isolated, close)
+    def replace(rank):
+        import shutil
+        import tempfile
+
+        own = os.path.dirname(tempfile.gettempdir())
+        shutil.rmtree(own)
+        open(own, "w").close()
+
+    for spoil in (close, close, replace, replace):
+        ask(isolated, spoil)
     assert look(tmp_path, twisted(), isolated).verdict == Verdict.PASSED
 
 

@@ -146,7 +146,7 @@ def run_worker(
             device = _gpu(world_rank)
         group = _start_group(world_rank, header, directory, device)
     except Exception as error:
-        answer(b"X", dumps(_why_not_connected(error, header["shut_in"])).encode())
+        answer(b"X", dumps(_why_not_connected(error, header)).encode())
         receive_frame(connection)
         return
     send_frame(connection, b"B", b"")  # what goes wrong from now on is no trouble of the machine's
@@ -172,12 +172,13 @@ def _answering(connection: socket.socket, token: bytes) -> Callable[[bytes, byte
     return answer
 
 
-def _why_not_connected(error: Exception, shut_in: bool) -> dict[str, Any]:
+def _why_not_connected(error: Exception, header: dict[str, Any]) -> dict[str, Any]:
     """The machine's fault, unless it lies in folders that nobody but the submission fills or closes."""
-    full = [folder for folder in FRESH if _is_full(folder)] if shut_in else []
+    full = [folder for folder in FRESH if _is_full(folder)] if header["shut_in"] else []
     if full:
         return _describe(RefusedError(f"it has filled {full[0]}, which its ranks need to find each other"))
-    if shut_in and any(os.strerror(number) in str(error) for number in (errno.EACCES, errno.ENOENT)):
+    missing = any(os.strerror(number) in str(error) for number in (errno.EACCES, errno.ENOENT))
+    if missing and header["shut_in"] and header["device"] == "cpu":  # a GPU's files are the machine's
         return _describe(
             RefusedError("it has closed or removed the folder in which its ranks find each other")
         )

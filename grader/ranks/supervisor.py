@@ -125,7 +125,9 @@ def _make_whole(fresh: list[str], own: str) -> None:
     """The folders as they were at first: a run before may have closed them, or removed the server's own."""
     for folder in fresh:
         os.chmod(folder, 0o1777)
-    with contextlib.suppress(FileExistsError):
+    if os.path.islink(own) or not os.path.isdir(own):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(own)
         os.mkdir(own)
     os.chmod(own, 0o700)
 

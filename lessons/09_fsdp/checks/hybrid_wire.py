@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD
 
-from grader.checks import Event, Recording, Trial, check, settle
+from grader.checks import Recording, Trial, check, settle
+from lessons_shared.wire import wire_bytes
 from nanogpt.model import GPT
 
 from .meshes import Machines, arrangements, groups_of, hybrid, told
@@ -73,18 +74,10 @@ def shares_of(machines: Machines, results: list[dict], model: GPT) -> dict[int, 
     return shares
 
 
-def sent_bytes(event: Event) -> float:
-    """What a rank sends in one event: of a collective what it does on the average of a group, in a ring."""
-    n = len(event.group)
-    if event.kind in ("send", "recv"):
-        return event.num_bytes if event.kind == "send" else 0
-    return event.num_bytes * (n - 1) / n * (2 if event.kind == "all_reduce" else 1)
-
-
 def sent(recording: Recording, group: tuple[int, ...], kinds: tuple[str, ...] = ()) -> float:
     """Bytes that a rank sends in a step in one group; of some kinds, or of all."""
     events = [event for event in recording.select(after="step") if event.group == group]
-    return sum(sent_bytes(event) for event in events if not kinds or event.kind in kinds)
+    return wire_bytes([event for event in events if not kinds or event.kind in kinds], len(group))
 
 
 @check("hybrid_shard")
